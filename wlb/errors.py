@@ -1,0 +1,29 @@
+"""Every error of this package, under one root. Texts name the argument, the rule and the value."""
+
+
+class WlbError(Exception):
+    """Root of all errors that this package raises on purpose."""
+
+
+class ConfigError(WlbError, ValueError):
+    """An option or a combination of options is not usable."""
+
+
+class DataError(WlbError, ValueError):
+    """A data file is missing, truncated or holds values that cannot be trained on."""
+
+
+class PackingError(WlbError, ValueError):
+    """Documents cannot be placed under the caps given."""
+
+
+class StateError(WlbError, ValueError):
+    """A saved state does not belong to this data or to this configuration."""
+
+
+class PlanMismatchError(WlbError, RuntimeError):
+    """Ranks that must execute the same plan hold different ones."""
+
+
+class PatchError(WlbError, RuntimeError):
+    """An upstream name is not what a patch of it was written against."""

@@ -1,0 +1,115 @@
+"""The contract of a packer: documents that arrive in a step in, micro-batches of that step out.
+
+A packer is a frozen configuration. Its state is a value that goes in and comes out, so that planning is
+a pure function: the same documents give the same plans on every rank and after every resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from wlb.documents import Document, StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """The size of a step, as Megatron's arguments give it.
+
+    window_tokens: `--seq-length`, the tokens of one micro-batch of plain training.
+    micro_batches_per_replica: global batch size / data-parallel size (micro-batch size is 1).
+    num_replicas: data-parallel size.
+    """
+
+    window_tokens: int
+    micro_batches_per_replica: int
+    num_replicas: int
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.micro_batches_per_replica * self.num_replicas
+
+    @property
+    def budget_tokens(self) -> int:
+        """Tokens that a step of plain training holds."""
+        return self.num_micro_batches * self.window_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackerState:
+    """What a packer remembers between steps.
+
+    step: index of the next step to plan.
+    drawn_tokens: tokens of all documents that have arrived so far.
+    queues: documents held back, one tuple per outlier band, first in first out.
+    carried: documents that did not fit, in the order in which they are tried again.
+    planned: micro-batches already filled for later steps (packers that look ahead), one tuple a step.
+    """
+
+    step: int = 0
+    drawn_tokens: int = 0
+    queues: tuple[tuple[Document, ...], ...] = ()
+    carried: tuple[Document, ...] = ()
+    planned: tuple[tuple[tuple[Document, ...], ...], ...] = ()
+
+    @property
+    def waiting(self) -> tuple[Document, ...]:
+        """Every document that arrived and is not trained yet."""
+        ahead = (d for step in self.planned for micro_batch in step for d in micro_batch)
+        return (*(d for q in self.queues for d in q), *self.carried, *ahead)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain ints and lists."""
+        return {
+            "version": 1,
+            "step": self.step,
+            "drawn_tokens": self.drawn_tokens,
+            "queues": [[_to_list(d) for d in q] for q in self.queues],
+            "carried": [_to_list(d) for d in self.carried],
+            "planned": [[[_to_list(d) for d in m] for m in step] for step in self.planned],
+        }
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> PackerState:
+        return cls(
+            step=saved["step"],
+            drawn_tokens=saved["drawn_tokens"],
+            queues=tuple(tuple(_from_list(d) for d in q) for q in saved["queues"]),
+            carried=tuple(_from_list(d) for d in saved["carried"]),
+            planned=tuple(tuple(tuple(_from_list(d) for d in m) for m in step) for step in saved["planned"]),
+        )
+
+
+class Packer(Protocol):
+    """One packing algorithm, configured."""
+
+    shape: StepShape
+
+    def initial_state(self) -> PackerState:
+        """The state before the first step."""
+        ...
+
+    def wanted_tokens(self, state: PackerState) -> int:
+        """Tokens of new documents to draw before planning step `state.step`; may be 0 or less."""
+        ...
+
+    def plan_step(
+        self, state: PackerState, arrivals: Sequence[Document], *, steps_left: int | None = None
+    ) -> tuple[StepPlan, PackerState]:
+        """Plan step `state.step`.
+
+        arrivals: documents drawn for it, in arrival order.
+        steps_left: steps still to plan including this one, where the end is known. With 1, everything
+            that waits is trained in this step, in additional micro-batches where the caps demand it.
+        """
+        ...
+
+
+def _to_list(d: Document) -> list[int]:
+    return [d.doc_id, d.length, d.arrival, d.sequence, d.start]
+
+
+def _from_list(values: list[int]) -> Document:
+    doc_id, length, arrival, sequence, start = values
+    return Document(doc_id=doc_id, length=length, arrival=arrival, sequence=sequence, start=start)
