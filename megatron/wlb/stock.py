@@ -72,10 +72,7 @@ def dataset_provider(args: Namespace) -> Callable[..., tuple[Any, Any, Any]]:
         )
 
         def is_built_on_rank() -> bool:
-            return (
-                is_first_or_last_pipeline_stage(vp_stage)
-                and parallel_state.get_tensor_model_parallel_rank() == 0
-            )
+            return is_first_or_last_pipeline_stage(vp_stage) and parallel_state.get_tensor_model_parallel_rank() == 0
 
         kind = MockGPTDataset if args.mock_data else GPTDataset
         train, valid, test = BlendedMegatronDatasetBuilder(kind, num_samples, is_built_on_rank, config).build()

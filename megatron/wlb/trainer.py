@@ -2,28 +2,96 @@
 
 from __future__ import annotations
 
-from megatron.wlb.cpu import cpu_as_device
-from megatron.wlb.patches import compile_helpers
-from megatron.wlb.patches.registry import applied
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from wlb.errors import WlbError
 
 
 def main() -> None:
-    """Train as the command line says."""
-    from megatron.core.enums import ModelType
-    from megatron.training import pretrain
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    """Train as the command line says. Exits with 1 and a sentence when it cannot be done."""
+    try:
+        run()
+    except WlbError as error:
+        print(f"error (rank {os.environ.get('RANK', 0)}): {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+def run(argv: Sequence[str] | None = None) -> None:
+    """Train; `argv` replaces the process's arguments.
+
+    Raises:
+        WlbError: an option, a file or a saved state cannot be used.
+    """
     from megatron.training.arguments import parse_and_validate_args
 
     from megatron.wlb import stock
+    from megatron.wlb.arguments import add_wlb_arguments, wlb_options
+    from megatron.wlb.cpu import cpu_as_device
+    from megatron.wlb.patches import compile_helpers
+    from megatron.wlb.patches.registry import applied
 
-    with cpu_as_device(), applied([compile_helpers.PATCH]):
-        args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    if argv is not None:
+        sys.argv = [sys.argv[0], *argv]
+    with cpu_as_device() as on_cpu, applied([compile_helpers.PATCH]):
+        args = parse_and_validate_args(add_wlb_arguments)
         stock.check_supported(args)
-        provider = stock.dataset_provider(args)
-        config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-        pretrain(
-            config,
-            provider,
-            ModelType.encoder_or_decoder,
-            stock.forward_step(args),
-        )
+        options = wlb_options(args)
+        if options is None:
+            _pretrain(args, stock.dataset_provider(args), stock.forward_step(args))
+        else:
+            _train_packed(args, options, on_cpu=on_cpu)
+
+
+def _train_packed(args: Namespace, options: Any, *, on_cpu: bool) -> None:
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+    from megatron.training.utils import print_rank_0
+
+    from megatron.wlb.arguments import adapt_megatron_arguments
+    from megatron.wlb.data_provider import packed_dataset_provider, packer_options, pad_multiple
+    from megatron.wlb.parallel import ParallelDims
+    from megatron.wlb.patches import rope_thd
+    from megatron.wlb.patches.registry import applied
+    from megatron.wlb.pipeline import schedule_patch
+    from megatron.wlb.step import packed_forward_step
+    from megatron.wlb.telemetry import Telemetry, log_line_patch
+    from megatron.wlb.token_files import open_token_files
+
+    for sentence in adapt_megatron_arguments(args):
+        print_rank_0(f"> --wlb-packing: {sentence}")
+    files = open_token_files(args, vocab_size=args.padded_vocab_size)
+    packer = packer_options(args, options, files)
+    print_rank_0(
+        f"> --wlb-packing {options.packing}: thresholds {packer.thresholds_tokens}, cut {options.document_cut}"
+    )
+    iterators: list[Any] = []
+    telemetry = Telemetry(
+        forward_s=lambda micro_batch: options.cost.forward_s(micro_batch.lengths),
+        pad_to_multiple=pad_multiple(args),
+        plan_s=lambda step: iterators[0].planner.plan_s(step),
+        measures=on_cpu,
+        iteration=lambda: (args.curr_iteration + 1, args.consumed_train_samples + args.global_batch_size),
+        writers=lambda: (get_tensorboard_writer(), get_wandb_writer()),
+        timeline=options.timeline,
+    )
+    patches = [rope_thd.PATCH, schedule_patch(ParallelDims.current, telemetry), log_line_patch(telemetry)]
+    provider = packed_dataset_provider(args, options, files, packer, ParallelDims.current, iterators.append)
+    with applied(patches):
+        _pretrain(args, provider, packed_forward_step, packed=True)
+
+
+def _pretrain(args: Namespace, provider: Any, forward_step: Any, *, packed: bool = False) -> None:
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+
+    model = gpt_config_from_args(args)
+    if packed:
+        from megatron.wlb.layer_spec import packed_layer_spec
+
+        model.transformer_layer_spec = packed_layer_spec
+        model.transformer.variable_seq_lengths = True
+    pretrain(pretrain_cfg_container_from_args(args, model), provider, ModelType.encoder_or_decoder, forward_step)

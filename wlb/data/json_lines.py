@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from wlb.data.atomic_files import atomic_path
 from wlb.errors import DataError
@@ -75,10 +74,11 @@ def read_blocks(path: Path, *, block_bytes: int) -> Iterator[Block]:
     """
     if block_bytes < 1:
         raise ValueError(f"block_bytes must be >= 1, got {block_bytes}")
-    line, begun = 1, []
+    line = 1
+    begun: list[bytes] = []  # a line that no piece has ended yet
     with open(path, "rb") as raw:
         packed = raw.peek(2)[:2] == _GZIP_MAGIC
-        stream: IO[bytes] = gzip.GzipFile(fileobj=raw) if packed else raw
+        stream: io.BufferedIOBase = gzip.GzipFile(fileobj=raw) if packed else raw
         while True:
             try:
                 piece = stream.read(block_bytes)
@@ -127,9 +127,9 @@ def write_json_lines(path: Path, records: Iterable[dict[str, object]]) -> int:
     with atomic_path(path) as temporary, open(temporary, "wb") as raw:
         # mtime=0 and no file name: the gzip header must not depend on when or under which name it was written.
         packer = gzip.GzipFile(filename="", fileobj=raw, mode="wb", mtime=0) if path.suffix == ".gz" else None
-        with io.BufferedWriter(packer or raw, 1 << 20) as out:  # type: ignore[arg-type]  # GzipFile is raw enough
+        with io.BufferedWriter(packer or raw, 1 << 20) as out:
             for record in records:
-                out.write(json.dumps(record, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
+                out.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
                 count += 1
     return count
 

@@ -77,7 +77,8 @@ def find_text_files(folders: Sequence[Path], *, suffixes: Sequence[str] = ()) ->
             for name in sorted(files):
                 path = Path(parent, name)
                 if (not wanted or name.lower().endswith(wanted)) and path.is_file() and not path.is_symlink():
-                    found.append(TextFile(path=path, source=path.relative_to(folder).as_posix()))
+                    relative = os.fsencode(path.relative_to(folder).as_posix())  # a name may hold any bytes
+                    found.append(TextFile(path=path, source=relative.decode("utf-8", "replace")))
     return found
 
 
@@ -129,7 +130,7 @@ def read_documents(
         if not text or text.isspace():
             counts.skipped["empty"] += 1
             continue
-        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
         if digest in seen:
             counts.skipped["duplicate"] += 1
             continue

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from wlb.documents import Document, StepPlan
+from wlb.errors import ConfigError, StateError
+
+_STATE_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +28,11 @@ class StepShape:
     window_tokens: int
     micro_batches_per_replica: int
     num_replicas: int
+
+    def __post_init__(self) -> None:
+        for name in ("window_tokens", "micro_batches_per_replica", "num_replicas"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}")
 
     @property
     def num_micro_batches(self) -> int:
@@ -62,7 +70,7 @@ class PackerState:
     def to_json(self) -> dict[str, Any]:
         """Plain ints and lists."""
         return {
-            "version": 1,
+            "version": _STATE_VERSION,
             "step": self.step,
             "drawn_tokens": self.drawn_tokens,
             "queues": [[_to_list(d) for d in q] for q in self.queues],
@@ -72,26 +80,50 @@ class PackerState:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> PackerState:
-        return cls(
-            step=saved["step"],
-            drawn_tokens=saved["drawn_tokens"],
-            queues=tuple(tuple(_from_list(d) for d in q) for q in saved["queues"]),
-            carried=tuple(_from_list(d) for d in saved["carried"]),
-            planned=tuple(tuple(tuple(_from_list(d) for d in m) for m in step) for step in saved["planned"]),
-        )
+        """Raises StateError if `saved` is of another version or is not what `to_json` gives."""
+        version = saved.get("version") if isinstance(saved, dict) else None
+        if version != _STATE_VERSION:
+            raise StateError(f"version of the packer state must be {_STATE_VERSION}, got {version!r}")
+        try:
+            return cls(
+                step=saved["step"],
+                drawn_tokens=saved["drawn_tokens"],
+                queues=tuple(tuple(_from_list(d) for d in q) for q in saved["queues"]),
+                carried=tuple(_from_list(d) for d in saved["carried"]),
+                planned=tuple(tuple(tuple(_from_list(d) for d in m) for m in step) for step in saved["planned"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(f"the saved packer state must be what to_json gives, got {error!r}") from error
 
 
 class Packer(Protocol):
     """One packing algorithm, configured."""
 
-    shape: StepShape
+    natural_cut: ClassVar[Literal["stream", "window"]]
+    """The document cut that the algorithm was published with; it works with either."""
+
+    @property
+    def shape(self) -> StepShape: ...
+
+    @property
+    def cap_tokens(self) -> int:
+        """No micro-batch ever holds more."""
+        ...
+
+    @property
+    def thresholds_tokens(self) -> tuple[int, ...]:
+        """Shortest document of each outlier queue, increasing; () for a packer that delays nothing."""
+        ...
 
     def initial_state(self) -> PackerState:
         """The state before the first step."""
         ...
 
-    def wanted_tokens(self, state: PackerState) -> int:
-        """Tokens of new documents to draw before planning step `state.step`; may be 0 or less."""
+    def wanted_tokens(self, state: PackerState, *, steps_left: int | None = None) -> int:
+        """Tokens of new documents to draw before planning step `state.step`; may be 0 or less.
+
+        steps_left: as in `plan_step`; a packer that looks ahead draws no further than that.
+        """
         ...
 
     def plan_step(

@@ -179,13 +179,13 @@ def test_incomplete_state_is_refused(field):
 
 def test_unknown_state_version_is_refused():
     drawn = stream(source([5, 4]))
-    with pytest.raises(StateError, match="stream version .* saved 99, present 1"):
+    with pytest.raises(StateError, match=r"stream version .* saved 99, present 1"):
         drawn.restore({**drawn.state(), "version": 99})
 
 
 def test_another_blend_is_refused():
     saved = stream(source([5]), source([4], weight=2.0)).state()
-    with pytest.raises(StateError, match="num_sources .* saved 2, present 1"):
+    with pytest.raises(StateError, match=r"num_sources .* saved 2, present 1"):
         stream(source([5])).restore(saved)
     with pytest.raises(StateError, match="weight of source 0"):
         stream(source([5]), source([4])).restore(saved)
@@ -204,9 +204,9 @@ def test_bad_sources_are_named():
         stream(source([5, -7]))
     with pytest.raises(DataError, match=r"weight must be > 0 and finite, got 0.0"):
         source([5], weight=0.0)
-    with pytest.raises(DataError, match="label_tokens must be 0 or 1, got 2"):
+    with pytest.raises(DataError, match=r"label_tokens must be 0 or 1, got 2"):
         source([5], label_tokens=2)
-    with pytest.raises(DataError, match="lengths must be a vector of integers, got shape .* float64"):
+    with pytest.raises(DataError, match=r"lengths must be a vector of integers, got shape .* float64"):
         DocumentSource(lengths=np.array([1.5]), label_tokens=0)
     with pytest.raises(DataError, match="sources must hold at least one source"):
         stream()

@@ -1,0 +1,229 @@
+"""The `--wlb-*` flags: added to Megatron's parser, checked against Megatron's own options.
+
+Every combination that cannot work is refused here, before any process group exists, in a sentence that names
+the option, the rule and the value.
+"""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from wlb.cost import CostModel, CrossoverCost, ProfiledCost, TransformerShape
+from wlb.errors import ConfigError
+from wlb.packing import DEFAULT_NUM_QUEUES, PACKERS
+
+_DEFAULT_PACKER = "wlb"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WlbOptions:
+    """What the `--wlb-*` flags say, checked."""
+
+    packing: str
+    document_cut: Literal["stream", "window"]
+    cap_windows: float
+    num_queues: int
+    thresholds_tokens: tuple[int, ...] | None
+    greedy_window_batches: int
+    cost: CostModel
+    ledger: Path | None
+    timeline: Path | None
+
+
+def add_wlb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The `extra_args_provider` of Megatron's parser."""
+    group = parser.add_argument_group(title="workload balance")
+    add = group.add_argument
+    add(
+        "--wlb-packing",
+        nargs="?",
+        const=_DEFAULT_PACKER,
+        choices=sorted(PACKERS),
+        help="Train packed micro-batches planned by this algorithm instead of fixed-length samples. Without a name: "
+        f"{_DEFAULT_PACKER}. 'plain' packs in arrival order, the baseline of every comparison.",
+    )
+    add(
+        "--wlb-document-cut",
+        choices=["stream", "window"],
+        help="'stream' cuts documents where plain packing would, so that runs of different packers train the same "
+        "pieces; 'window' cuts only documents longer than --seq-length. Default: stream for plain, else window.",
+    )
+    add(
+        "--wlb-cap-windows",
+        type=float,
+        default=1.5,
+        help="Most tokens of a micro-batch, in multiples of --seq-length, for packers of variable length.",
+    )
+    add(
+        "--wlb-num-queues",
+        type=int,
+        default=DEFAULT_NUM_QUEUES,
+        help="Outlier queues of packer wlb; their thresholds are derived from the lengths of the data.",
+    )
+    add(
+        "--wlb-thresholds",
+        type=int,
+        nargs="+",
+        help="Shortest document of each outlier queue, in tokens, increasing. Overrides --wlb-num-queues.",
+    )
+    add("--wlb-greedy-window", type=int, default=1, help="Global batches over which packer greedy balances.")
+    add(
+        "--wlb-crossover",
+        type=float,
+        help="Document length, in tokens, at which attention takes as long as all else. Default: by counting "
+        "floating-point operations of the model.",
+    )
+    add("--wlb-cost-profile", type=Path, help="JSON of measured costs; overrides --wlb-crossover.")
+    add("--wlb-ledger", type=Path, help="Write the document ids of each step to this file, one JSON line a step.")
+    add("--wlb-timeline", type=Path, help="Write when each rank worked and waited to files in this folder.")
+    add(
+        "--dataloader-save",
+        help="Folder for the state of packing at each checkpoint. Default: --save.",
+    )
+    return parser
+
+
+def wlb_options(args: Namespace) -> WlbOptions | None:
+    """The checked options; None when --wlb-packing is off.
+
+    Raises:
+        ConfigError: a value breaks a rule, or an option of Megatron's cannot be combined with packing.
+    """
+    if args.wlb_packing is None:
+        return None
+    _refuse_unsupported(args)
+    thresholds = None if args.wlb_thresholds is None else tuple(args.wlb_thresholds)
+    if thresholds is not None and list(thresholds) != sorted(set(thresholds)):
+        raise ConfigError(f"--wlb-thresholds must increase strictly, got {' '.join(map(str, thresholds))}")
+    return WlbOptions(
+        packing=args.wlb_packing,
+        document_cut=args.wlb_document_cut or PACKERS[args.wlb_packing].natural_cut,
+        cap_windows=args.wlb_cap_windows,
+        num_queues=args.wlb_num_queues,
+        thresholds_tokens=thresholds,
+        greedy_window_batches=args.wlb_greedy_window,
+        cost=_cost_model(args),
+        ledger=args.wlb_ledger,
+        timeline=args.wlb_timeline,
+    )
+
+
+def adapt_megatron_arguments(args: Namespace) -> list[str]:
+    """Set the options of Megatron's that packing needs; returns a sentence for each that the user did not set."""
+    said = []
+    if not args.calculate_per_token_loss:
+        args.calculate_per_token_loss = True
+        said.append(
+            "--calculate-per-token-loss is switched on: micro-batches differ in length, and a mean of their means "
+            "would weigh tokens unequally"
+        )
+    if args.dataloader_save is None:
+        args.dataloader_save = args.save
+    args.dataloader_type = "external"
+    said.append(
+        "--num-workers does not apply: planning reads lengths and each rank reads its own tokens from the memory map"
+    )
+    said.append(
+        "--reset-position-ids, --reset-attention-mask and --eod-mask-loss hold for every packed run, given or not: "
+        "positions and attention start anew in each document, and its last token is only ever a label"
+    )
+    return said
+
+
+def _refuse_unsupported(args: Namespace) -> None:
+    """Options that assume one length for all samples, or that this version does not do yet."""
+    local = args.transformer_impl == "local"
+    rules: list[tuple[str, object, bool, str]] = [
+        ("--micro-batch-size", args.micro_batch_size, args.micro_batch_size != 1, "must be 1"),
+        (
+            "--eval-micro-batch-size",
+            getattr(args, "eval_micro_batch_size", 1),
+            getattr(args, "eval_micro_batch_size", None) not in (None, 1),
+            "must be 1",
+        ),
+        ("--cuda-graph-impl", args.cuda_graph_impl, args.cuda_graph_impl != "none", "must be none"),
+        ("--mtp-num-layers", args.mtp_num_layers, bool(args.mtp_num_layers), "must be unset"),
+        (
+            "--position-embedding-type",
+            args.position_embedding_type,
+            args.position_embedding_type == "mrope",
+            "must not be mrope",
+        ),
+        (
+            "--dataloader-type",
+            args.dataloader_type,
+            args.dataloader_type not in (None, "single", "external"),
+            "must be unset or external",
+        ),
+        (
+            "--context-parallel-size",
+            args.context_parallel_size,
+            args.context_parallel_size != 1,
+            "must be 1 in this version",
+        ),
+        (
+            "--num-layers-per-virtual-pipeline-stage",
+            args.virtual_pipeline_model_parallel_size,
+            args.virtual_pipeline_model_parallel_size is not None,
+            "(and every other option for virtual stages) must be unset in this version",
+        ),
+        ("--rampup-batch-size", args.rampup_batch_size, args.rampup_batch_size is not None, "must be unset"),
+        ("--iterations-to-skip", args.iterations_to_skip, bool(args.iterations_to_skip), "must be unset"),
+        ("--full-validation", True, bool(args.full_validation), "must be off"),
+        ("--multiple-validation-sets", True, bool(args.multiple_validation_sets), "must be off"),
+        (
+            "--phase-transition-iterations",
+            args.phase_transition_iterations,
+            bool(args.phase_transition_iterations),
+            "must be unset",
+        ),
+        ("--overlap-moe-expert-parallel-comm", True, bool(args.overlap_moe_expert_parallel_comm), "must be off"),
+        (
+            "--moe-token-dispatcher-type",
+            args.moe_token_dispatcher_type,
+            bool(args.num_experts) and args.moe_token_dispatcher_type == "allgather",
+            "must not be allgather",
+        ),
+        (
+            "--experimental-attention-variant",
+            args.experimental_attention_variant,
+            args.experimental_attention_variant is not None,
+            "must be unset",
+        ),
+        ("--tp-comm-overlap", True, bool(args.tp_comm_overlap), "must be off (its buffers have one length)"),
+        ("--use-legacy-models", True, bool(getattr(args, "use_legacy_models", False)), "must be off"),
+    ]
+    if local:
+        backend = getattr(args.attention_backend, "name", args.attention_backend)
+        window = getattr(args, "window_size", None)
+        rules += [
+            ("--attention-dropout", args.attention_dropout, args.attention_dropout != 0, "must be 0"),
+            ("--attention-backend", backend, backend == "local", "must not be local"),
+            ("--multi-latent-attention", True, bool(args.multi_latent_attention), "must be off"),
+            ("--window-size", window, window is not None, "must be unset"),
+            ("--softmax-type", args.softmax_type, args.softmax_type != "vanilla", "must be vanilla"),
+        ]
+    for option, value, refused, rule in rules:
+        if refused:
+            raise ConfigError(f"{option} {rule} with --wlb-packing, got {value}")
+
+
+def _cost_model(args: Namespace) -> CostModel:
+    if args.wlb_cost_profile is not None:
+        return ProfiledCost.load(args.wlb_cost_profile)
+    if args.wlb_crossover is not None:
+        return CrossoverCost(crossover_tokens=args.wlb_crossover)
+    return TransformerShape(
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_layers=args.num_layers,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        head_size=args.kv_channels,
+        vocab_size=args.padded_vocab_size or args.vocab_size or 0,
+        gated=args.swiglu,
+    ).cost()

@@ -1,0 +1,106 @@
+"""Turns step plans into the batches of this rank: the iterator that Megatron's training loop reads."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.wlb.packed_seq_params import packed_seq_params
+from megatron.wlb.parallel import ParallelDims
+from wlb.data.collate import PackedTokens, ReadTokens, collate, padded_num_tokens
+from wlb.data.planner import StepPlanner
+from wlb.documents import MicroBatch, StepPlan
+
+
+class PackedIterator:
+    """Plans a step when the schedule asks for one, then gives its micro-batches one `next` at a time.
+
+    Every rank holds one and plans the same steps. Only the first and the last pipeline stage read tokens.
+
+    planner: where steps come from.
+    read: stored tokens of a sequence.
+    pad_to_multiple: the tail of a micro-batch is padded to it.
+    padding_token: token id of padding; never trained.
+    vocab_size: token ids are below it.
+    max_positions: no document is longer.
+    save_companions: further state that goes into the checkpoint, such as the validation stream's.
+    """
+
+    def __init__(
+        self,
+        planner: StepPlanner,
+        dims: ParallelDims,
+        read: ReadTokens,
+        *,
+        pad_to_multiple: int,
+        padding_token: int,
+        vocab_size: int,
+        max_positions: int,
+        save_companions: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        self.planner = planner
+        self._dims = dims
+        self._read = read if dims.is_first_stage or dims.is_last_stage else _no_tokens
+        self.pad_to_multiple = pad_to_multiple
+        self._padding_token = padding_token
+        self._vocab_size = vocab_size
+        self._max_positions = max_positions
+        self._save_companions = save_companions
+        self._plan: StepPlan | None = None
+        self._pending: deque[MicroBatch] = deque()
+
+    def begin_step(self) -> StepPlan:
+        """Plan the next step; the following `next`s give its micro-batches."""
+        assert not self._pending, f"{len(self._pending)} micro-batches of the last step were never trained"
+        self._plan = self.planner.next_step()
+        self._pending.extend(self._plan.replicas[self._dims.dp_rank])
+        return self._plan
+
+    def current_plan(self) -> StepPlan:
+        """The plan of the step begun last."""
+        assert self._plan is not None, "no step has begun"
+        return self._plan
+
+    def local_tokens_of_step(self) -> list[int]:
+        """Padded tokens of each micro-batch of this replica: the rows of its activations on a pipeline link."""
+        return [padded_num_tokens(m, self.pad_to_multiple) for m in self.current_plan().replicas[self._dims.dp_rank]]
+
+    def __iter__(self) -> PackedIterator:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        """`tokens`, `labels`, `position_ids` (1, T) int64, `loss_mask` (1, T) float32, `packed_seq_params`."""
+        micro_batch = self._pending.popleft()
+        packed = collate(
+            micro_batch,
+            self._read,
+            pad_to_multiple=self.pad_to_multiple,
+            padding_token=self._padding_token,
+            vocab_size=self._vocab_size,
+        )
+        return self._on_device(micro_batch, packed)
+
+    def save_state(self) -> dict[str, Any]:
+        """What Megatron stores beside a checkpoint: from it, the step after the last trained one is planned."""
+        return {"train": self.planner.state(), **self._save_companions()}
+
+    def _on_device(self, micro_batch: MicroBatch, packed: PackedTokens) -> dict[str, Any]:
+        names = ("tokens", "labels", "position_ids", "loss_mask")
+        batch: dict[str, Any] = {
+            name: torch.from_numpy(getattr(packed, name)).pin_memory().cuda(non_blocking=True).unsqueeze(0)
+            for name in names
+        }
+        segments = tuple(packed.cu_seqlens.tolist())
+        positions = batch["position_ids"][0]
+        batch["packed_seq_params"] = packed_seq_params(
+            micro_batch, segments, positions, max_positions=self._max_positions
+        )
+        return batch
+
+
+def _no_tokens(_sequence: int, _start: int, count: int) -> np.ndarray:
+    return np.zeros(count, dtype=np.int64)

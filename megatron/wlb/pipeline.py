@@ -1,0 +1,123 @@
+"""Runs Megatron's pipeline schedules on micro-batches whose number and lengths come from the plan.
+
+Every stage knows the plan, so a receiver knows the shape of each tensor before it arrives: nothing is
+exchanged to find it out, and no stage can wait for a shape that never comes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+from megatron.wlb.batch import PackedIterator
+from megatron.wlb.parallel import ParallelDims
+from megatron.wlb.patches.registry import Patch
+from megatron.wlb.telemetry import Telemetry
+from wlb.documents import StepPlan
+from wlb.errors import PlanMismatchError
+
+
+class PlannedP2PCommunicator(P2PCommunicator):
+    """Takes the shapes of received tensors from two queues instead of asking the sender.
+
+    shapes: of the activations of this replica's micro-batches, in the order in which they run. Without virtual
+        stages, forward and backward passes both arrive in that order (1F1B).
+    """
+
+    def __init__(self, pp_group: dist.ProcessGroup, config: Any, shapes: Sequence[tuple[int, int, int]]) -> None:
+        super().__init__(pp_group=pp_group, config=config)
+        self._forward = deque(() if self.is_pp_first_stage else shapes)
+        self._backward = deque(() if self.is_pp_last_stage else shapes)
+
+    def _communicate_shapes(
+        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        return (
+            self._forward.popleft() if recv_prev else (0, 0, 0),
+            self._backward.popleft() if recv_next else (0, 0, 0),
+        )
+
+    def assert_drained(self, *, forward_only: bool) -> None:
+        """Every planned tensor has been received."""
+        assert not self._forward, f"{len(self._forward)} planned activations were never received"
+        assert forward_only or not self._backward, f"{len(self._backward)} planned gradients were never received"
+
+
+def schedule_patch(current_dims: Callable[[], ParallelDims], telemetry: Telemetry) -> Patch:
+    """Replaces the name by which the training loop, training and evaluating, gets its schedule.
+
+    Seams that failed: `pretrain(p2p_communicator=...)` breaks evaluation, and the micro-batch calculator asserts one
+    count for all steps and replicas.
+    """
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+            schedule = original(*args, **kwargs)
+
+            def run(**call: Any) -> Any:
+                return run_planned(schedule, current_dims(), telemetry, call)
+
+            return run
+
+        return get_forward_backward_func
+
+    return Patch(
+        target="megatron.training.training:get_forward_backward_func",
+        distribution="megatron-core",
+        versions=">=0.19.2,<0.20",
+        source_digest="9d8e0a75be40fcce",
+        reason="the schedule takes its number of micro-batches from one global count and their length from --seq-length",
+        make=make,
+        rebind_aliases=False,
+    )
+
+
+def run_planned(schedule: Callable[..., Any], dims: ParallelDims, telemetry: Telemetry, call: dict[str, Any]) -> Any:
+    """Run one step of `schedule` on the micro-batches of the next plan."""
+    iterator = call["data_iterator"]
+    packed: PackedIterator = iterator.iterable
+    forward_only = call["forward_only"]
+    plan = packed.current_plan() if iterator.replaying else packed.begin_step()
+    check_same_plan(plan, dims)
+    call["num_microbatches"] = len(plan.replicas[dims.dp_rank])
+
+    model = call["model"]
+    config = get_model_config(model[0] if isinstance(model, list) else model)
+    communicator = None
+    if dims.pp_size > 1:
+        groups = call["pg_collection"] or ProcessGroupCollection.use_mpu_process_groups()
+        shapes = [(tokens, 1, config.hidden_size) for tokens in packed.local_tokens_of_step()]
+        communicator = PlannedP2PCommunicator(groups.pp, config, shapes)
+        call |= {"p2p_communicator": communicator, "pg_collection": groups}
+
+    with telemetry.step(plan, config, dims, forward_only=forward_only):
+        losses = schedule(**call)
+    if communicator is not None:
+        communicator.assert_drained(forward_only=forward_only)
+    return losses
+
+
+def check_same_plan(plan: StepPlan, dims: ParallelDims) -> None:
+    """Compare the plan's fingerprint over all ranks, before the first message of the step.
+
+    Raises:
+        PlanMismatchError: on every rank, naming the ranks that differ from rank 0.
+    """
+    if dims.world_size == 1:
+        return
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    mine = torch.tensor([plan.fingerprint], dtype=torch.int64, device=device)
+    everyone = torch.empty(dims.world_size, dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(everyone, mine)
+    different = [rank for rank, fingerprint in enumerate(everyone.tolist()) if fingerprint != everyone[0].item()]
+    if different:
+        raise PlanMismatchError(
+            f"ranks {different} planned step {plan.step} otherwise than rank 0; do all ranks read the same index files?"
+        )

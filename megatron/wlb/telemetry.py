@@ -1,0 +1,210 @@
+"""What a packed run reports: fields of the log line, TensorBoard and W&B scalars, and a time line.
+
+The time line comes from Megatron's own timers, which start and stop round every forward and backward pass and
+every message: a wrapper round them notes the moments. Nothing in the schedules is touched.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.wlb.parallel import ParallelDims
+from megatron.wlb.patches.registry import Patch
+from wlb.documents import StepPlan
+from wlb.metrics import imbalance_degree
+
+_COMPUTE = ("forward-compute", "backward-compute")
+
+
+class RecordingTimers:
+    """Megatron's timers, noting every start and stop: `events` holds (name, start_s, stop_s)."""
+
+    def __init__(self, timers: Any, clock: Callable[[], float]) -> None:
+        self._timers = timers
+        self._clock = clock
+        self._open: dict[str, float] = {}
+        self.events: list[tuple[str, float, float]] = []
+
+    def __call__(self, name: str, log_level: int | None = None) -> _RecordingTimer:
+        return _RecordingTimer(self, name, self._timers(name, log_level=log_level))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._timers, name)
+
+    def started(self, name: str) -> None:
+        self._open[name] = self._clock()
+
+    def stopped(self, name: str) -> None:
+        self.events.append((name, self._open.pop(name), self._clock()))
+
+
+class _RecordingTimer:
+    def __init__(self, recorder: RecordingTimers, name: str, timer: Any) -> None:
+        self._recorder, self._name, self._timer = recorder, name, timer
+
+    def start(self, *args: Any, **kwargs: Any) -> None:
+        self._timer.start(*args, **kwargs)
+        self._recorder.started(self._name)
+
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        self._recorder.stopped(self._name)
+        self._timer.stop(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._timer, name)
+
+
+@dataclass(kw_only=True)
+class Telemetry:
+    """Collects what a training step did and reports it where Megatron reports.
+
+    forward_s: predicted forward seconds of a micro-batch, as the packer saw it.
+    pad_to_multiple: of the tail of a micro-batch.
+    plan_s: step index -> seconds its planning took.
+    measures: whether host time stamps say when the device worked (not on CUDA, which runs behind them).
+    iteration: () -> (iteration that is being trained, samples consumed after it).
+    writers: () -> (TensorBoard writer or None, W&B writer or None).
+    timeline: folder for one file of time stamps a rank, or None.
+    """
+
+    forward_s: Callable[[Any], float]
+    pad_to_multiple: int
+    plan_s: Callable[[int], float]
+    measures: bool
+    iteration: Callable[[], tuple[int, int]]
+    writers: Callable[[], tuple[Any, Any]]
+    timeline: Path | None
+    clock: Callable[[], float] = time.perf_counter
+    _fields: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def step(self, plan: StepPlan, config: Any, dims: ParallelDims, *, forward_only: bool) -> Iterator[None]:
+        """Round the schedule of one step."""
+        if forward_only or config.timers is None:
+            yield
+            return
+        recorder = RecordingTimers(config.timers, self.clock)
+        config.timers = recorder
+        begin_s = self.clock()
+        try:
+            yield
+        finally:
+            config.timers = recorder._timers
+        end_s = self.clock()
+        self._fields = step_fields(plan, self.forward_s, pad_to_multiple=self.pad_to_multiple)
+        self._fields["planning (ms)"] = self.plan_s(plan.step) * 1e3
+        if self.measures:
+            self._fields["imbalance ranks measured"] = _measured_imbalance(recorder, dims.world_size)
+        self._write_scalars()
+        if self.timeline is not None:
+            self._write_timeline(plan, recorder, dims, begin_s, end_s)
+
+    def log_suffix(self) -> str:
+        """`name: value |` for every field of the last step."""
+        return "".join(f" {name}: {value:{_FORMATS[name]}} |" for name, value in self._fields.items())
+
+    def _write_scalars(self) -> None:
+        tensorboard, wandb = self.writers()
+        iteration, samples = self.iteration()
+        for name, value in self._fields.items():
+            scalar = f"wlb/{name}"
+            if tensorboard:
+                tensorboard.add_scalar(scalar, value, iteration)
+                tensorboard.add_scalar(f"{scalar} vs samples", value, samples)
+            if wandb:
+                wandb.log({scalar: value}, iteration)
+
+    def _write_timeline(
+        self, plan: StepPlan, recorder: RecordingTimers, dims: ParallelDims, begin_s: float, end_s: float
+    ) -> None:
+        assert self.timeline is not None
+        replica = plan.replicas[dims.dp_rank]
+        row = {
+            "step": plan.step,
+            "rank": dims.rank,
+            "pp_rank": dims.pp_rank,
+            "dp_rank": dims.dp_rank,
+            "begin_s": begin_s,
+            "end_s": end_s,
+            "lengths": [m.lengths for m in replica],
+            "events": recorder.events,
+        }
+        self.timeline.mkdir(parents=True, exist_ok=True)
+        with (self.timeline / f"rank{dims.rank:03d}.jsonl").open("a") as file:
+            file.write(json.dumps(row, separators=(",", ":")) + "\n")
+
+
+_FORMATS = {
+    "imbalance micro-batches": ".3f",
+    "imbalance replicas": ".3f",
+    "imbalance ranks measured": ".3f",
+    "tokens": ".0f",
+    "padding tokens": ".0f",
+    "micro-batches": ".0f",
+    "waiting documents": ".0f",
+    "waiting tokens": ".0f",
+    "mean delay (steps)": ".2f",
+    "max delay (steps)": ".0f",
+    "planning (ms)": ".1f",
+}
+
+
+def step_fields(plan: StepPlan, forward_s: Callable[[Any], float], *, pad_to_multiple: int) -> dict[str, float]:
+    """The fields that follow from a plan alone, in the order of the log line."""
+    micro_batch_s = [[forward_s(m) for m in replica] for replica in plan.replicas]
+    tokens = plan.num_tokens
+    documents = [d for m in plan.micro_batches for d in m.documents]
+    return {
+        "imbalance micro-batches": imbalance_degree([s for replica in micro_batch_s for s in replica]),
+        "imbalance replicas": imbalance_degree([sum(replica) for replica in micro_batch_s]),
+        "tokens": tokens,
+        "padding tokens": sum(-m.num_tokens % pad_to_multiple for m in plan.micro_batches),
+        "micro-batches": len(plan.micro_batches),
+        "waiting documents": len(plan.waiting),
+        "waiting tokens": sum(d.length for d in plan.waiting),
+        "mean delay (steps)": plan.mean_delay_steps(),
+        "max delay (steps)": max((plan.step - d.arrival for d in documents), default=0),
+    }
+
+
+def _measured_imbalance(recorder: RecordingTimers, world_size: int) -> float:
+    """Imbalance degree of the seconds that ranks spent computing in this step."""
+    busy_s = sum(stop - start for name, start, stop in recorder.events if name in _COMPUTE)
+    if world_size == 1:
+        return 1.0
+    everyone = [torch.zeros(1, dtype=torch.float64) for _ in range(world_size)]
+    dist.all_gather(everyone, torch.tensor([busy_s], dtype=torch.float64))
+    return imbalance_degree([float(t) for t in everyone])
+
+
+def log_line_patch(telemetry: Telemetry) -> Patch:
+    """Appends our fields to the iteration's log line.
+
+    Seam that failed: the loss dictionary, whose entries land in the middle of the line that people parse.
+    """
+
+    def make(original: Callable[[str], None]) -> Callable[[str], None]:
+        def print_rank_last(message: str) -> None:
+            is_iteration = "elapsed time per iteration (ms):" in message
+            original(message + telemetry.log_suffix() if is_iteration else message)
+
+        return print_rank_last
+
+    return Patch(
+        target="megatron.training.training:print_rank_last",
+        distribution="megatron-core",
+        versions=">=0.19.2,<0.20",
+        source_digest="a408eeba0100cc6c",
+        reason="the log line has no place for further fields after its last one",
+        make=make,
+        rebind_aliases=False,
+    )

@@ -1,0 +1,126 @@
+"""Megatron's data options as document sources: which sequences of which index files a split reads."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import Split
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from wlb.data.index_file import check_index
+from wlb.data.source import DocumentSource
+from wlb.errors import ConfigError, DataError
+
+# Tokens looked at in each file before training; every token is checked again when it is read.
+_CHECKED_TOKENS = 1 << 20
+_LABEL_TOKENS = 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenFiles:
+    """Open index files, as one numbering of sequences.
+
+    sources: per split (train, valid, test) the document sources, () where the split is empty.
+    """
+
+    datasets: tuple[Any, ...]
+    sequence_bases: tuple[int, ...]
+    sources: tuple[tuple[DocumentSource, ...], ...]
+
+    def read(self, sequence: int, start: int, count: int) -> np.ndarray:
+        """`count` stored tokens of a sequence from `start`; fewer if the sequence ends before."""
+        number = bisect_right(self.sequence_bases, sequence) - 1
+        row = sequence - self.sequence_bases[number]
+        dataset = self.datasets[number]
+        count = min(count, int(dataset.sequence_lengths[row]) - start)
+        return np.asarray(dataset.get(row, offset=start, length=count))
+
+
+def open_token_files(args: Namespace, *, vocab_size: int) -> TokenFiles:
+    """Open what --data-path and its relatives name, and check it.
+
+    Raises:
+        ConfigError: no data is named, or a split is.
+        DataError: a file is missing or truncated, or holds a token id that is not below `vocab_size`.
+    """
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    if blend is None and blend_per_split is None:
+        raise ConfigError(
+            "--data-path must name .bin/.idx data with --wlb-packing, got none (mock data has no lengths)"
+        )
+    opened: dict[str, int] = {}
+    datasets: list[Any] = []
+    bases: list[int] = []
+
+    def open_prefix(prefix: str) -> int:
+        if prefix not in opened:
+            check_index(prefix)
+            opened[prefix] = len(datasets)
+            bases.append(bases[-1] + len(datasets[-1]) if datasets else 0)
+            datasets.append(IndexedDataset(prefix, multimodal=False, mmap=args.mmap_bin_files))
+            _check_vocabulary(prefix, datasets[-1], vocab_size)
+        return opened[prefix]
+
+    sources: list[tuple[DocumentSource, ...]] = []
+    whole = [(0.0, 1.0)] * len(Split)
+    spans = convert_split_vector_to_split_matrix(parse_and_normalize_split(args.split)) if blend else whole
+    for split in Split:
+        blend_of_split = blend if blend else blend_per_split[split.value]
+        span = spans[split.value]
+        if blend_of_split is None or span is None:
+            sources.append(())
+            continue
+        prefixes, weights = blend_of_split
+        numbers = [open_prefix(prefix) for prefix in prefixes]
+        rows = [_rows(datasets[number], span) for number in numbers]
+        if weights is None:
+            # As in Megatron: without weights, data sets contribute by size.
+            weights = [
+                float(datasets[n].sequence_lengths[a:b].sum(dtype=np.int64))
+                for n, (a, b) in zip(numbers, rows, strict=True)
+            ]
+        sources.append(
+            tuple(
+                DocumentSource(
+                    lengths=datasets[number].sequence_lengths,
+                    label_tokens=_LABEL_TOKENS,
+                    first=first,
+                    stop=stop,
+                    weight=weight,
+                    sequence_base=bases[number],
+                )
+                for number, weight, (first, stop) in zip(numbers, weights, rows, strict=True)
+                if stop > first
+            )
+        )
+    return TokenFiles(datasets=tuple(datasets), sequence_bases=tuple(bases), sources=tuple(sources))
+
+
+def _rows(dataset: Any, span: tuple[float, float]) -> tuple[int, int]:
+    """Sequences of a split: the same rows that Megatron's own data sets give it."""
+    count = len(dataset)
+    return int(round(span[0] * count)), int(round(span[1] * count))
+
+
+def _check_vocabulary(prefix: str, dataset: Any, vocab_size: int) -> None:
+    """Look at the first tokens of a file, so that the wrong tokenizer is found before training."""
+    seen = 0
+    for row in range(len(dataset)):
+        tokens = dataset.get(row)
+        seen += len(tokens)
+        if len(tokens) and int(tokens.max()) >= vocab_size:
+            raise DataError(
+                f"token ids must be below the vocabulary size {vocab_size}, got {int(tokens.max())} in sequence {row} "
+                f"of {prefix}.bin: was it made with another tokenizer?"
+            )
+        if seen >= _CHECKED_TOKENS:
+            return

@@ -1,0 +1,113 @@
+"""Packed token arrays written out by hand."""
+
+import numpy as np
+import pytest
+
+from wlb.data.collate import collate, padded_num_tokens
+from wlb.documents import Document, MicroBatch, documents_from_lengths
+from wlb.errors import ConfigError, DataError
+
+STORED = {0: [5, 6, 7, 8], 1: [9, 4, 3], 2: [11, 12, 13, 14, 15, 16]}
+
+
+class Reader:
+    """Token files in a dictionary; remembers what was read."""
+
+    def __init__(self, stored=STORED):
+        self.stored = stored
+        self.reads = []
+
+    def __call__(self, sequence, start, count):
+        self.reads.append((sequence, start, count))
+        return np.array(self.stored[sequence][start : start + count], dtype=np.uint16)
+
+
+def micro_batch(*pieces):
+    """Of (sequence, start, length)."""
+    return MicroBatch(
+        documents=tuple(
+            Document(doc_id=i, length=length, arrival=0, sequence=sequence, start=start)
+            for i, (sequence, start, length) in enumerate(pieces)
+        )
+    )
+
+
+def packed(batch, **kwargs):
+    options = {"pad_to_multiple": 1, "padding_token": 0, **kwargs}
+    return collate(batch, options.pop("read", Reader()), **options)
+
+
+def test_two_documents_and_a_padded_tail():
+    out = packed(micro_batch((0, 0, 3), (1, 0, 2)), pad_to_multiple=4)
+    assert out.tokens.tolist() == [5, 6, 7, 9, 4, 0, 0, 0]
+    assert out.labels.tolist() == [6, 7, 8, 4, 3, 0, 0, 0]
+    assert out.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+    assert out.loss_mask.tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
+    assert out.cu_seqlens.tolist() == [0, 3, 5, 8]
+    assert out.max_seqlen == 3
+    assert [a.dtype for a in (out.tokens, out.labels, out.position_ids)] == [np.int64] * 3
+    assert (out.loss_mask.dtype, out.cu_seqlens.dtype) == (np.float32, np.int32)
+
+
+def test_no_padding_where_the_total_already_divides():
+    out = packed(micro_batch((0, 0, 3), (1, 0, 2)), pad_to_multiple=5)
+    assert out.cu_seqlens.tolist() == [0, 3, 5]
+    assert out.loss_mask.tolist() == [1, 1, 1, 1, 1]
+    assert out.max_seqlen == 3
+
+
+def test_the_padding_may_be_the_longest_segment():
+    out = packed(micro_batch((0, 0, 2)), pad_to_multiple=7)
+    assert out.cu_seqlens.tolist() == [0, 2, 7]
+    assert out.max_seqlen == 5
+
+
+def test_a_cut_document_takes_the_label_across_the_cut_from_itself():
+    # [11 .. 16] has 5 positions, cut in 3 and 2: the label of the third is the fourth token.
+    out = packed(micro_batch((2, 3, 2), (2, 0, 3)))
+    assert out.tokens.tolist() == [14, 15, 11, 12, 13]
+    assert out.labels.tolist() == [15, 16, 12, 13, 14]
+    assert out.position_ids.tolist() == [0, 1, 0, 1, 2]
+
+
+def test_an_empty_micro_batch_is_padding_only():
+    out = packed(MicroBatch(documents=()), pad_to_multiple=4, padding_token=99)
+    assert out.tokens.tolist() == [99, 99, 99, 99]
+    assert out.labels.tolist() == [99, 99, 99, 99]
+    assert out.loss_mask.tolist() == [0, 0, 0, 0]
+    assert out.position_ids.tolist() == [0, 1, 2, 3]
+    assert out.cu_seqlens.tolist() == [0, 4]
+    assert out.max_seqlen == 4
+
+
+def test_one_read_per_document():
+    read = Reader()
+    packed(micro_batch((2, 1, 3), (0, 0, 3)), read=read)
+    assert read.reads == [(2, 1, 4), (0, 0, 4)]
+
+
+@pytest.mark.parametrize(("lengths", "multiple", "wanted"), [([3, 2], 4, 8), ([8], 4, 8), ([], 4, 4), ([1], 1, 1)])
+def test_shapes_are_known_without_reading(lengths, multiple, wanted):
+    batch = MicroBatch(documents=documents_from_lengths(lengths))
+    assert padded_num_tokens(batch, multiple) == wanted
+    stored = {i: [1] * (n + 1) for i, n in enumerate(lengths)}
+    assert len(packed(batch, read=Reader(stored), pad_to_multiple=multiple).tokens) == wanted
+
+
+def test_a_token_beyond_the_vocabulary_is_named():
+    assert packed(micro_batch((2, 0, 5)), vocab_size=17).labels.tolist() == [12, 13, 14, 15, 16]
+    message = "below the vocabulary size 16, got 16 at position 5 of sequence 2"  # only ever a label
+    with pytest.raises(DataError, match=message):
+        packed(micro_batch((2, 2, 3)), vocab_size=16)
+    with pytest.raises(DataError, match="got -3 at position 1 of sequence 0"):
+        packed(micro_batch((0, 0, 2)), read=lambda *_: np.array([1, -3, 2]), vocab_size=16)
+
+
+def test_a_sequence_shorter_than_the_index_said_is_named():
+    with pytest.raises(DataError, match="sequence 1 must hold 4 tokens from position 0, got 3"):
+        packed(micro_batch((1, 0, 3)))
+
+
+def test_bad_multiple_is_named():
+    with pytest.raises(ConfigError, match="pad_to_multiple must be >= 1, got 0"):
+        padded_num_tokens(micro_batch((0, 0, 3)), 0)

@@ -1,0 +1,21 @@
+"""Seconds that a piece of work takes: analytic, from a measured table, or fitted to measured micro-batches."""
+
+from wlb.cost.analytic import CrossoverCost, TransformerShape
+from wlb.cost.fitted import FittedCost, MeasuredMicroBatch, QuadraticTime, fit_cost
+from wlb.cost.model import CostModel, RatioCost, ScaledCost, document_work_ns, micro_batch_work_ns
+from wlb.cost.profiled import ProfiledCost
+
+__all__ = [
+    "CostModel",
+    "CrossoverCost",
+    "FittedCost",
+    "MeasuredMicroBatch",
+    "ProfiledCost",
+    "QuadraticTime",
+    "RatioCost",
+    "ScaledCost",
+    "TransformerShape",
+    "document_work_ns",
+    "fit_cost",
+    "micro_batch_work_ns",
+]
