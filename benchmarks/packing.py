@@ -87,9 +87,7 @@ def thresholds(options: argparse.Namespace, lengths: NDArray[Any]) -> tuple[int,
     try:
         return tuple(int(t) for t in options.thresholds.split(","))
     except ValueError as error:
-        raise ConfigError(
-            f"--thresholds must be whole numbers of tokens or 'none', got {options.thresholds}"
-        ) from error
+        raise ConfigError(f"--thresholds must be whole tokens or 'none', got {options.thresholds!r}") from error
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -166,6 +164,9 @@ def main(arguments: list[str] | None = None) -> int:
                 path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     except WlbError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: --json must be a file that can be written: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -7,6 +7,7 @@ arXiv 2503.17924, the Wa and Wl of section 4.1), and every micro-batch costs som
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -49,7 +50,7 @@ class CostModel(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RatioCost:
+class RatioCost(ABC):
     """Base of the models whose backward pass is a multiple of the forward pass.
 
     attention_backward_ratio, rest_backward_ratio: backward seconds over forward seconds.
@@ -68,14 +69,14 @@ class RatioCost:
             require_positive("bytes_per_s", self.bytes_per_s)
 
     @property
-    def fixed_s(self) -> float:
-        raise NotImplementedError(f"{type(self).__name__} must say its fixed_s")
+    @abstractmethod
+    def fixed_s(self) -> float: ...
 
-    def attention_s(self, q_tokens: int, kv_tokens: int) -> float:
-        raise NotImplementedError(f"{type(self).__name__} must say its attention_s")
+    @abstractmethod
+    def attention_s(self, q_tokens: int, kv_tokens: int) -> float: ...
 
-    def linear_s(self, tokens: int) -> float:
-        raise NotImplementedError(f"{type(self).__name__} must say its linear_s")
+    @abstractmethod
+    def linear_s(self, tokens: int) -> float: ...
 
     def communication_s(self, num_bytes: int) -> float:
         return message_s(num_bytes, latency_s=self.latency_s, bytes_per_s=self.bytes_per_s)

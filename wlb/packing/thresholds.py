@@ -5,8 +5,9 @@ The paper tunes thresholds by hand and does not publish them. This is our rule.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import accumulate, combinations
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,7 @@ def derive_thresholds(
         raise ConfigError(f"window_tokens must be >= 1, got {window_tokens}")
     if num_micro_batches < 1:
         raise ConfigError(f"num_micro_batches must be >= 1, got {num_micro_batches}")
-    bands = _Bands(_pieces(lengths, window_tokens), window_tokens)
+    bands = _Bands(_piece_counts(lengths, window_tokens), window_tokens)
     max_mean_tokens = float("inf")  # of the bands' mean lengths, added up
     if num_micro_batches > 1:
         max_mean_tokens = 2 * max_mean_delay_steps * window_tokens * num_micro_batches / (num_micro_batches - 1)
@@ -75,25 +76,23 @@ class _Bands:
     edges: 0, the candidates, window + 1.
     """
 
-    def __init__(self, pieces: NDArray[np.float64], window_tokens: int) -> None:
+    def __init__(self, piece_counts: dict[int, int], window_tokens: int) -> None:
         candidates = sorted({max(1, window_tokens * k // _GRID) for k in range(_FIRST, _GRID)})
         self.edges = [0, *candidates, window_tokens + 1]
-        self.mean_tokens = float(pieces.mean())
-        bin_of = np.digitize(pieces, self.edges) - 1
-        squares = (pieces / window_tokens) ** 2
-
-        def below(weights: NDArray[np.float64]) -> list[float]:  # (edges,): sum over shorter pieces
-            sums = np.bincount(bin_of, weights, minlength=len(self.edges) - 1)
-            return [0.0, *np.cumsum(sums).tolist()]
-
-        self._count = below(np.ones_like(pieces))
-        self._tokens = below(pieces)
-        self._square = below(squares)
-        self._fourth = below(squares**2)
+        bins = [[0, 0, 0, 0] for _ in self.edges[1:]]
+        # Exact integers: every rank derives the same thresholds whatever its processor's vector width.
+        for length, count in piece_counts.items():
+            moments = bins[bisect_right(self.edges, length) - 1]
+            for power, term in enumerate((1, length, length**2, length**4)):
+                moments[power] += count * term
+        self._count, self._tokens, self._square, self._fourth = (
+            [0, *accumulate(moments[k] for moments in bins)] for k in range(4)
+        )
+        self.mean_tokens = self._tokens[-1] / self._count[-1]
 
     def uneven(self, chosen: tuple[int, ...], *, min_share: float, max_mean_tokens: float) -> float | None:
         """What stays uneven with these edges as thresholds; None if a bound is broken."""
-        left = self._fourth[chosen[0]]
+        left: float = self._fourth[chosen[0]]
         mean_tokens = 0.0
         for low, high in zip(chosen, (*chosen[1:], len(self.edges) - 1), strict=True):
             count = self._count[high] - self._count[low]
@@ -104,12 +103,15 @@ class _Bands:
         return left if mean_tokens <= max_mean_tokens else None
 
 
-def _pieces(lengths: Sequence[int] | NDArray[Any], window_tokens: int) -> NDArray[np.float64]:
+def _piece_counts(lengths: Sequence[int] | NDArray[Any], window_tokens: int) -> dict[int, int]:
+    """How many pieces there are of each length once documents over the window are cut."""
     stored = np.asarray(lengths)
     stored = np.asarray(stored[:: len(stored) // _MAX_LENGTHS + 1], dtype=np.int64)
     stored = stored[stored > 0]
     if not len(stored):
         raise DataError("lengths must hold at least one document of more than 0 tokens")
-    rests = stored % window_tokens
-    full = np.full(int((stored // window_tokens).sum()), window_tokens)
-    return np.concatenate([rests[rests > 0], full]).astype(np.float64)
+    rests, counts = np.unique(stored % window_tokens, return_counts=True)
+    pieces = dict(zip(rests.tolist(), counts.tolist(), strict=True))
+    pieces.pop(0, None)
+    pieces[window_tokens] = int((stored // window_tokens).sum())
+    return pieces
