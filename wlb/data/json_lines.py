@@ -78,10 +78,11 @@ def read_blocks(path: Path, *, block_bytes: int) -> Iterator[Block]:
     begun: list[bytes] = []  # a line that no piece has ended yet
     with open(path, "rb") as raw:
         packed = raw.peek(2)[:2] == _GZIP_MAGIC
-        stream: io.BufferedIOBase = gzip.GzipFile(fileobj=raw) if packed else raw
+        # read1: a pipe gives what it has. read would wait for a full block, deaf to Ctrl-C between its system calls.
+        read = gzip.GzipFile(fileobj=raw).read if packed else raw.read1
         while True:
             try:
-                piece = stream.read(block_bytes)
+                piece = read(block_bytes)
             except (EOFError, zlib.error, gzip.BadGzipFile) as error:
                 raise DataError(f"{path}: gzip data is damaged after line {line}: {error}") from error
             if not piece:
