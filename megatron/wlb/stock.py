@@ -78,6 +78,8 @@ def dataset_provider(args: Namespace) -> Callable[..., tuple[Any, Any, Any]]:
         train, valid, test = BlendedMegatronDatasetBuilder(kind, num_samples, is_built_on_rank, config).build()
         return train, valid, test
 
+    # The builder is collective: every rank calls it, also those that read nothing.
+    provide.is_distributed = True  # type: ignore[attr-defined]
     return provide
 
 

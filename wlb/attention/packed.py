@@ -46,7 +46,7 @@ def packed_attention(
         raise ValueError(f"segments must end at the number of tokens {query.shape[0]}, got {segments[-1]}")
     scale = scale if scale is not None else 1 / math.sqrt(query.shape[-1])
     if query.device.type == "cpu":
-        out: torch.Tensor = _CpuPackedAttention.apply(query, key, value, tuple(segments), scale)
+        out: torch.Tensor = _CpuPackedAttention.apply(query, key, value, tuple(segments), scale)  # type: ignore[no-untyped-call]
         return out
     return _cuda_attention(query, key, value, cu_seqlens, max_seqlen, scale)
 
@@ -103,7 +103,7 @@ class _CpuPackedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, *log_sum_exp = ctx.saved_tensors
         grad_out = grad_out.contiguous()
         grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)]

@@ -1,0 +1,1 @@
+"""Starts ranks by forking one warm process, and what runs in them."""
