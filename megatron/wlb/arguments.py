@@ -145,6 +145,7 @@ def _refuse_unsupported(args: Namespace) -> None:
             getattr(args, "eval_micro_batch_size", None) not in (None, 1),
             "must be 1",
         ),
+        ("--spec", args.spec, args.spec is not None, "must be unset (packing brings its own)"),
         ("--cuda-graph-impl", args.cuda_graph_impl, args.cuda_graph_impl != "none", "must be none"),
         ("--mtp-num-layers", args.mtp_num_layers, bool(args.mtp_num_layers), "must be unset"),
         (
@@ -198,11 +199,9 @@ def _refuse_unsupported(args: Namespace) -> None:
         ("--use-legacy-models", True, bool(getattr(args, "use_legacy_models", False)), "must be off"),
     ]
     if local:
-        backend = getattr(args.attention_backend, "name", args.attention_backend)
         window = getattr(args, "window_size", None)
         rules += [
             ("--attention-dropout", args.attention_dropout, args.attention_dropout != 0, "must be 0"),
-            ("--attention-backend", backend, backend == "local", "must not be local"),
             ("--multi-latent-attention", True, bool(args.multi_latent_attention), "must be off"),
             ("--window-size", window, window is not None, "must be unset"),
             ("--softmax-type", args.softmax_type, args.softmax_type != "vanilla", "must be vanilla"),

@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from copy import copy
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any
@@ -217,6 +218,27 @@ def _replace_megatron(undo: ExitStack) -> None:
     # Its warm-up of fused kernels would draw from the generator that now also initialises weights.
     for module in (initialize, training):
         replace(undo, module, "set_jit_fusion_options", _nothing)
+    _replace_norm(undo)
+
+
+def _replace_norm(undo: ExitStack) -> None:
+    """Megatron's wrapper of PyTorch's norms refuses sequence parallelism.
+
+    All that it needs is the mark by which the gradients of such parameters are summed over tensor-parallel ranks.
+    """
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    original = WrappedTorchNorm.__new__
+
+    def make_norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        alone = copy(config)
+        alone.sequence_parallel = False
+        norm: torch.nn.Module = original(cls, alone, *args, **kwargs)
+        for parameter in norm.parameters():
+            setattr(parameter, "sequence_parallel", config.sequence_parallel)
+        return norm
+
+    replace(undo, WrappedTorchNorm, "__new__", make_norm)
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:

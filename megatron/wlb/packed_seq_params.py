@@ -8,6 +8,7 @@ through a global.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -45,7 +46,7 @@ def packed_seq_params(
     """
     cu_seqlens = torch.tensor(segments, dtype=torch.int32, device=position_ids.device)
     setattr(cu_seqlens, POSITIONS_ATTRIBUTE, position_ids)
-    longest = max(stop - start for start, stop in zip(segments, segments[1:], strict=False))
+    longest = max(stop - start for start, stop in pairwise(segments))
     max_seqlen = max(longest, min(1 << (longest - 1).bit_length(), max_positions))
     return PlannedPackedSeqParams(
         qkv_format="thd",

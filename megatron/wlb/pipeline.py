@@ -18,7 +18,6 @@ from megatron.core.utils import get_model_config
 
 from megatron.wlb.batch import PackedIterator
 from megatron.wlb.parallel import ParallelDims
-from megatron.wlb.patches.registry import Patch
 from megatron.wlb.telemetry import Telemetry
 from wlb.documents import StepPlan
 from wlb.errors import PlanMismatchError
@@ -48,35 +47,6 @@ class PlannedP2PCommunicator(P2PCommunicator):
         """Every planned tensor has been received."""
         assert not self._forward, f"{len(self._forward)} planned activations were never received"
         assert forward_only or not self._backward, f"{len(self._backward)} planned gradients were never received"
-
-
-def schedule_patch(current_dims: Callable[[], ParallelDims], telemetry: Telemetry) -> Patch:
-    """Replaces the name by which the training loop, training and evaluating, gets its schedule.
-
-    Seams that failed: `pretrain(p2p_communicator=...)` breaks evaluation, and the micro-batch calculator asserts one
-    count for all steps and replicas.
-    """
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
-            schedule = original(*args, **kwargs)
-
-            def run(**call: Any) -> Any:
-                return run_planned(schedule, current_dims(), telemetry, call)
-
-            return run
-
-        return get_forward_backward_func
-
-    return Patch(
-        target="megatron.training.training:get_forward_backward_func",
-        distribution="megatron-core",
-        versions=">=0.19.2,<0.20",
-        source_digest="9d8e0a75be40fcce",
-        reason="the schedule takes its number of micro-batches from one global count and their length from --seq-length",
-        make=make,
-        rebind_aliases=False,
-    )
 
 
 def run_planned(schedule: Callable[..., Any], dims: ParallelDims, telemetry: Telemetry, call: dict[str, Any]) -> Any:

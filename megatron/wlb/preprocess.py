@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -111,6 +112,7 @@ def encode_block(
     DataError names the line in which the tokenizer gives an id outside of its own vocabulary.
     """
     block, parse_only = work
+    eod = tokenizer.eod if append_eod else None
     dtype = np.dtype(tokenizer.dtype)
     arrays: tuple[list[np.ndarray], ...] = tuple([] for _ in json_keys)
     num_empty = [0] * len(json_keys)
@@ -132,8 +134,8 @@ def encode_block(
             if not ids:
                 num_empty[k] += 1
                 continue
-            if append_eod:
-                ids.append(tokenizer.eod)
+            if eod is not None:
+                ids.append(eod)
             array = np.array(ids)
             if array.min() < 0 or array.max() >= tokenizer.vocab_size:
                 wrong = next(i for i in ids if not 0 <= i < tokenizer.vocab_size)
@@ -238,7 +240,7 @@ def _count_lines(report: PreprocessReport, encoded: EncodedBlock) -> None:
     report.bad_lines.extend(encoded.bad[: _LISTED_BAD_LINES - len(report.bad_lines)])
 
 
-def _add_documents(builder: object, tokens: np.ndarray, lengths: np.ndarray) -> None:
+def _add_documents(builder: Any, tokens: np.ndarray, lengths: np.ndarray) -> None:
     stop = 0
     for length in lengths.tolist():
         start, stop = stop, stop + length

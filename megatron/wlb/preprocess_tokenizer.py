@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -111,7 +112,7 @@ def quiet_imports() -> Iterator[None]:
             logging.disable(level)
 
 
-def _eod(tokenizer: object) -> int | None:
+def _eod(tokenizer: Any) -> int | None:
     try:
         eod = tokenizer.eod
     except (AttributeError, NotImplementedError):

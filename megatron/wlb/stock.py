@@ -12,14 +12,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training.global_vars import get_timers, get_tokenizer
-from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron.wlb.parallel import BatchSource
 from wlb.errors import ConfigError
 
 _MODEL_INPUTS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
@@ -72,7 +72,8 @@ def dataset_provider(args: Namespace) -> Callable[..., tuple[Any, Any, Any]]:
         )
 
         def is_built_on_rank() -> bool:
-            return is_first_or_last_pipeline_stage(vp_stage) and parallel_state.get_tensor_model_parallel_rank() == 0
+            here = BatchSource.of_chunk(vp_stage)
+            return (here.is_first_stage or here.is_last_stage) and here.tp_rank == 0
 
         kind = MockGPTDataset if args.mock_data else GPTDataset
         train, valid, test = BlendedMegatronDatasetBuilder(kind, num_samples, is_built_on_rank, config).build()
@@ -114,18 +115,17 @@ def masked_loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Te
 
 
 def _get_batch(args: Namespace, config: Any, data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
+    here = BatchSource.of_chunk(vp_stage)
     has_mtp = mtp_on_this_rank(
         layout=config.pipeline_model_parallel_layout,
         mtp_num_layers=config.mtp_num_layers,
         ignore_virtual=False,
         vp_stage=vp_stage,
     )
-    if not is_first_or_last_pipeline_stage(vp_stage) and not has_mtp:
-        return dict.fromkeys(_MODEL_INPUTS)
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    chunk: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     batch: dict[str, Any] = dict.fromkeys(_MODEL_INPUTS)
-    if tp_rank == 0:
+    if not (here.is_first_stage or here.is_last_stage or has_mtp):
+        return batch
+    if here.tp_rank == 0:
         sample = next(data_iterator)
         batch |= {name: value.cuda(non_blocking=True) for name, value in sample.items() if torch.is_tensor(value)}
     batch = get_batch_on_this_tp_rank(
@@ -133,19 +133,17 @@ def _get_batch(args: Namespace, config: Any, data_iterator: Any, vp_stage: int |
         has_cu_seqlens=False,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
-        broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
-        broadcast_group=parallel_state.get_tensor_model_parallel_group(),
+        broadcast_src_rank=here.tp_source,
+        broadcast_group=here.tp_group,
         cp_size=args.context_parallel_size,
-        tp_rank=tp_rank,
+        tp_rank=here.tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
         mtp_on_this_rank=has_mtp,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(**chunk),
-        is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(**chunk),
+        is_pipeline_first_stage=here.is_first_stage,
+        is_pipeline_last_stage=here.is_last_stage,
     )
     if args.context_parallel_size > 1:
-        batch = get_batch_on_this_cp_rank(
-            batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
-        )
+        batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=here.cp_group)
     return batch

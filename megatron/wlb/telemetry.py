@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from megatron.wlb.parallel import ParallelDims
-from megatron.wlb.patches.registry import Patch
 from wlb.documents import StepPlan
 from wlb.metrics import imbalance_degree
 
@@ -184,27 +183,3 @@ def _measured_imbalance(recorder: RecordingTimers, world_size: int) -> float:
     everyone = [torch.zeros(1, dtype=torch.float64) for _ in range(world_size)]
     dist.all_gather(everyone, torch.tensor([busy_s], dtype=torch.float64))
     return imbalance_degree([float(t) for t in everyone])
-
-
-def log_line_patch(telemetry: Telemetry) -> Patch:
-    """Appends our fields to the iteration's log line.
-
-    Seam that failed: the loss dictionary, whose entries land in the middle of the line that people parse.
-    """
-
-    def make(original: Callable[[str], None]) -> Callable[[str], None]:
-        def print_rank_last(message: str) -> None:
-            is_iteration = "elapsed time per iteration (ms):" in message
-            original(message + telemetry.log_suffix() if is_iteration else message)
-
-        return print_rank_last
-
-    return Patch(
-        target="megatron.training.training:print_rank_last",
-        distribution="megatron-core",
-        versions=">=0.19.2,<0.20",
-        source_digest="a408eeba0100cc6c",
-        reason="the log line has no place for further fields after its last one",
-        make=make,
-        rebind_aliases=False,
-    )

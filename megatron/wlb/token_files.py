@@ -82,6 +82,12 @@ def open_token_files(args: Namespace, *, vocab_size: int) -> TokenFiles:
         prefixes, weights = blend_of_split
         numbers = [open_prefix(prefix) for prefix in prefixes]
         rows = [_rows(datasets[number], span) for number in numbers]
+        for prefix, number, (first, stop) in zip(prefixes, numbers, rows, strict=True):
+            if stop > first and int(datasets[number].sequence_lengths[first:stop].max()) <= _LABEL_TOKENS:
+                raise DataError(
+                    f"{prefix}.idx must hold a sequence of more than {_LABEL_TOKENS} token in the {split.name} split, "
+                    "got none: a token that is only a label trains nothing"
+                )
         if weights is None:
             # As in Megatron: without weights, data sets contribute by size.
             weights = [
@@ -108,7 +114,7 @@ def open_token_files(args: Namespace, *, vocab_size: int) -> TokenFiles:
 def _rows(dataset: Any, span: tuple[float, float]) -> tuple[int, int]:
     """Sequences of a split: the same rows that Megatron's own data sets give it."""
     count = len(dataset)
-    return int(round(span[0] * count)), int(round(span[1] * count))
+    return round(span[0] * count), round(span[1] * count)
 
 
 def _check_vocabulary(prefix: str, dataset: Any, vocab_size: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from wlb.errors import WlbError
@@ -53,11 +53,11 @@ def _train_packed(args: Namespace, options: Any, *, on_cpu: bool) -> None:
     from megatron.wlb.arguments import adapt_megatron_arguments
     from megatron.wlb.data_provider import packed_dataset_provider, packer_options, pad_multiple
     from megatron.wlb.parallel import ParallelDims
-    from megatron.wlb.patches import rope_thd
+    from megatron.wlb.patches import log_line, rope_thd, schedule
     from megatron.wlb.patches.registry import applied
-    from megatron.wlb.pipeline import schedule_patch
+    from megatron.wlb.pipeline import run_planned
     from megatron.wlb.step import packed_forward_step
-    from megatron.wlb.telemetry import Telemetry, log_line_patch
+    from megatron.wlb.telemetry import Telemetry
     from megatron.wlb.token_files import open_token_files
 
     for sentence in adapt_megatron_arguments(args):
@@ -77,7 +77,11 @@ def _train_packed(args: Namespace, options: Any, *, on_cpu: bool) -> None:
         writers=lambda: (get_tensorboard_writer(), get_wandb_writer()),
         timeline=options.timeline,
     )
-    patches = [rope_thd.PATCH, schedule_patch(ParallelDims.current, telemetry), log_line_patch(telemetry)]
+
+    def run_schedule(chosen: Callable[..., Any], call: dict[str, Any]) -> Any:
+        return run_planned(chosen, ParallelDims.current(), telemetry, call)
+
+    patches = [rope_thd.PATCH, schedule.make_patch(run_schedule), log_line.make_patch(telemetry.log_suffix)]
     provider = packed_dataset_provider(args, options, files, packer, ParallelDims.current, iterators.append)
     with applied(patches):
         _pretrain(args, provider, packed_forward_step, packed=True)

@@ -1,0 +1,126 @@
+"""What cannot be trained is refused in a sentence, before training, with a non-zero exit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.processes import RankFailure
+from tests.harness.training import CPU_ARGS, MODEL_ARGS, train
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _message(args: list[Any]) -> str:
+    with pytest.raises(RankFailure) as failure:
+        train(args, iterations=2)
+    first_line = str(failure.value).splitlines()[0]
+    assert "iteration        1/" not in str(failure.value), "training had begun"
+    return first_line
+
+
+@pytest.fixture
+def packed(toy_data: Path) -> list[Any]:
+    return ["--data-path", toy_data, "--split", "100,0,0", "--wlb-packing", "wlb"]
+
+
+REFUSED = [
+    (["--micro-batch-size", "2"], "--micro-batch-size must be 1 with --wlb-packing, got 2"),
+    (
+        ["--cuda-graph-impl", "local", "--te-rng-tracker"],
+        "--cuda-graph-impl must be none with --wlb-packing, got local",
+    ),
+    (["--mtp-num-layers", "1"], "--mtp-num-layers must be unset with --wlb-packing, got 1"),
+    (
+        ["--position-embedding-type", "mrope", "--mrope-section", "2", "1", "1"],
+        "--position-embedding-type must not be mrope with --wlb-packing, got mrope",
+    ),
+    (["--dataloader-type", "cyclic"], "--dataloader-type must be unset or external with --wlb-packing, got cyclic"),
+    (["--rampup-batch-size", "4", "2", "16"], "--rampup-batch-size must be unset with --wlb-packing, got"),
+    (["--iterations-to-skip", "1"], "--iterations-to-skip must be unset with --wlb-packing, got"),
+    (["--full-validation"], "--full-validation must be off with --wlb-packing, got True"),
+    (["--attention-dropout", "0.1"], "--attention-dropout must be 0 with --wlb-packing, got 0.1"),
+    (["--attention-backend", "local", "--spec", "local"], "--spec must be unset"),
+    (["--multi-latent-attention"], "--multi-latent-attention must be off with --wlb-packing, got True"),
+    (["--window-size", "8,0"], "--window-size must be unset with --wlb-packing, got"),
+    (["--wlb-thresholds", "40", "24"], "--wlb-thresholds must increase strictly, got 40 24"),
+    (["--wlb-thresholds", "24", "24"], "--wlb-thresholds must increase strictly, got 24 24"),
+    (["--wlb-thresholds", "24", "96"], "between 0 and the cap of 96"),
+    (["--wlb-cap-windows", "1.0"], "cap_windows must be > 1"),
+    (["--wlb-crossover", "-5"], "crossover_tokens must be finite and > 0, got -5"),
+    (["--wlb-packing", "greedy", "--wlb-greedy-window", "0"], "window_batches must be >= 1, got 0"),
+    (["--wlb-num-queues", "9"], "num_queues must be in [0, 4], got 9"),
+    (["--sft"], "--sft must be off"),
+]
+
+
+@pytest.mark.parametrize(("options", "sentence"), REFUSED, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
+def test_options_are_refused_by_name(options: list[str], sentence: str, packed: list[Any]) -> None:
+    assert sentence in _message([*packed, *options])
+
+
+def test_missing_data(packed: list[Any], tmp_path: Path) -> None:
+    packed[1] = tmp_path / "nothing"
+    assert f"{tmp_path / 'nothing'}.idx is not a file" in _message(packed)
+
+
+def test_no_data_named() -> None:
+    assert "--data-path must name" in _message(["--mock-data", "--wlb-packing", "plain"])
+
+
+@pytest.mark.parametrize("kind", ["idx", "bin"])
+def test_truncated_files(kind: str, packed: list[Any], toy_data: Path, tmp_path: Path) -> None:
+    prefix = tmp_path / "short"
+    for suffix in ("idx", "bin"):
+        shutil.copy(f"{toy_data}.{suffix}", f"{prefix}.{suffix}")
+    with open(f"{prefix}.{kind}", "r+b") as file:
+        file.truncate(Path(f"{prefix}.{kind}").stat().st_size // 2)
+    packed[1] = prefix
+    message = _message(packed)
+    assert "DataError" in message
+    assert f"{prefix}.{kind}" in message
+
+
+def test_token_beyond_the_vocabulary(packed: list[Any], tmp_path: Path) -> None:
+    from tests.harness.data import write_index
+
+    packed[1] = write_index(tmp_path / "other_tokenizer", [[1, 2, 3, 4], [5, 4000, 6]])
+    assert "token ids must be below the vocabulary size 128, got 4000 in sequence 1" in _message(packed)
+
+
+def test_empty_documents_only(packed: list[Any], tmp_path: Path) -> None:
+    """One token is a label without an input: nothing to train."""
+    from tests.harness.data import write_index
+
+    packed[1] = write_index(tmp_path / "labels_only", [[1], [2], [3]])
+    assert "must hold a sequence of more than 1 token in the train split" in _message(packed)
+
+
+def test_a_corpus_of_a_single_document_trains(packed: list[Any], tmp_path: Path) -> None:
+    from tests.harness.data import write_index
+
+    packed[1] = write_index(tmp_path / "single", [[*range(1, 101)] * 3])
+    assert len(train(packed, iterations=2).losses) == 2
+
+
+def test_the_command_exits_with_1_and_one_sentence(packed: list[Any]) -> None:
+    argv = [*MODEL_ARGS, *CPU_ARGS, "--train-iters", "2", *map(str, packed), "--micro-batch-size", "2"]
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "pretrain_gpt_wlb.py", *argv],
+        cwd=ROOT,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert run.returncode == 1
+    assert "error (rank 0): --micro-batch-size must be 1 with --wlb-packing, got 2" in run.stderr.splitlines()
+    assert "Traceback" not in run.stderr
