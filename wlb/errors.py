@@ -27,3 +27,7 @@ class PlanMismatchError(WlbError, RuntimeError):
 
 class PatchError(WlbError, RuntimeError):
     """An upstream name is not what a patch of it was written against."""
+
+
+class PlannerProcessError(WlbError, RuntimeError):
+    """The process that plans ahead ended or did not answer in time."""

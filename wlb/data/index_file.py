@@ -11,7 +11,12 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.data.source import DocumentSource
 from wlb.errors import DataError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -38,6 +43,38 @@ class IndexSummary:
     num_sequences: int
     num_tokens: int
     token_dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexRows:
+    """The sequences [first, stop) of one index file as a document source, by name: cheap to hand to a process.
+
+    prefix: path without `.idx`. weight, sequence_base: see `DocumentSource`.
+    """
+
+    prefix: str
+    first: int
+    stop: int
+    weight: float
+    sequence_base: int
+
+    def source(self) -> DocumentSource:
+        """Open the index. A stored sequence's last token is only ever a label."""
+        return DocumentSource(
+            lengths=index_lengths(self.prefix),
+            label_tokens=1,
+            first=self.first,
+            stop=self.stop,
+            weight=self.weight,
+            sequence_base=self.sequence_base,
+        )
+
+
+def index_lengths(prefix: str | Path) -> NDArray[Any]:
+    """Stored tokens of each sequence, (num_sequences,) int32, a read-only memory map of `<prefix>.idx`."""
+    with Path(f"{prefix}.idx").open("rb") as file:
+        _, _, _, num_sequences, _ = _HEADER.unpack(file.read(_HEADER.size))
+    return np.memmap(f"{prefix}.idx", dtype="<i4", mode="r", offset=_HEADER.size, shape=(num_sequences,))
 
 
 def check_index(prefix: str | Path) -> IndexSummary:

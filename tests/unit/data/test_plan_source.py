@@ -1,0 +1,135 @@
+"""Planning in a process beside training gives the very steps that planning in place gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.data import learnable_documents, write_index
+from wlb.cost import CrossoverCost
+from wlb.data.index_file import IndexRows, index_lengths
+from wlb.data.plan_source import InlineSource, PlannerSpec, ProcessSource
+from wlb.data.planned_step import pack_micro_batches, unpack_micro_batches
+from wlb.documents import MicroBatch, documents_from_lengths
+from wlb.errors import ConfigError, PlannerProcessError, StateError
+from wlb.packing import PACKERS, PackerOptions, StepShape
+
+NUM_STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[IndexRows, ...]:
+    prefix = tmp_path_factory.mktemp("plan") / "text_document"
+    write_index(prefix, learnable_documents(count=600, seed=3, longest=150))
+    return (IndexRows(prefix=str(prefix), first=0, stop=600, weight=1.0, sequence_base=0),)
+
+
+def _spec(rows: tuple[IndexRows, ...], packer: str = "wlb", **changes: Any) -> PlannerSpec:
+    cost = CrossoverCost(crossover_tokens=20)
+    shape = StepShape(window_tokens=64, micro_batches_per_replica=2, num_replicas=2)
+    spec = PlannerSpec(
+        rows=rows,
+        window_tokens=64,
+        cut="stream",
+        seed=11,
+        packer=packer,
+        options=PackerOptions(shape=shape, cost=cost, thresholds_tokens=(30,) if packer == "wlb" else ()),
+        num_steps=NUM_STEPS,
+        replica=1,
+        cost=cost,
+        pad_to_multiple=4,
+        keeps_ledger=True,
+    )
+    return dataclasses.replace(spec, **changes)
+
+
+@pytest.fixture
+def process(rows: tuple[IndexRows, ...]) -> Iterator[ProcessSource]:
+    source = ProcessSource(_spec(rows), steps_ahead=2, rank=3, timeout_s=20)
+    yield source
+    source.close()
+
+
+def _without_time(step: Any) -> Any:
+    return dataclasses.replace(step, plan_s=0.0)
+
+
+def _plan_to_the_end(source: ProcessSource) -> None:
+    for _ in range(NUM_STEPS):
+        source.next_step()
+
+
+def test_index_lengths_are_those_of_megatron(rows: tuple[IndexRows, ...]) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    dataset = IndexedDataset(rows[0].prefix)
+    assert index_lengths(rows[0].prefix).tolist() == dataset.sequence_lengths.tolist()
+
+
+def test_micro_batches_survive_the_tables() -> None:
+    documents = documents_from_lengths([5, 2, 9])
+    micro_batches = (MicroBatch(documents=documents[:1]), MicroBatch(documents=()), MicroBatch(documents=documents[1:]))
+    table, counts = pack_micro_batches(micro_batches)
+    assert counts.tolist() == [1, 0, 2]
+    assert unpack_micro_batches(table, counts) == micro_batches
+
+
+@pytest.mark.parametrize("packer", sorted(PACKERS))
+def test_a_process_plans_what_is_planned_in_place(packer: str, rows: tuple[IndexRows, ...]) -> None:
+    """Also after a state saved while the process was ahead, restored in either kind."""
+    spec = _spec(rows, packer)
+    inline, process = InlineSource(spec), ProcessSource(spec, steps_ahead=3, rank=0, timeout_s=20)
+    try:
+        for _ in range(2):
+            assert _without_time(process.next_step()) == _without_time(inline.next_step())
+        state = process.state()
+        assert state == inline.state()
+        rest = [_without_time(process.next_step()) for _ in range(NUM_STEPS - 2)]
+        with pytest.raises(ConfigError, match="got 6"):
+            process.next_step()
+    finally:
+        process.close()
+    resumed = InlineSource(dataclasses.replace(spec, restored=state))
+    assert [_without_time(resumed.next_step()) for _ in range(NUM_STEPS - 2)] == rest
+    assert rest[-1].statistics.waiting_tokens == 0
+    assert sum(m.num_tokens for m in rest[-1].micro_batches) > 0
+
+
+def test_a_state_of_other_data_is_refused_at_the_start(rows: tuple[IndexRows, ...]) -> None:
+    state = InlineSource(_spec(rows)).state()
+    with pytest.raises(StateError, match="seed"):
+        ProcessSource(_spec(rows, seed=12, restored=state), steps_ahead=1, rank=0, timeout_s=20)
+
+
+def test_an_error_in_planning_reaches_training(rows: tuple[IndexRows, ...]) -> None:
+    missing = (dataclasses.replace(rows[0], prefix=rows[0].prefix + "-gone"),)
+    with pytest.raises(PlannerProcessError, match="FileNotFoundError"):
+        ProcessSource(_spec(missing), steps_ahead=1, rank=0, timeout_s=20)
+
+
+def test_a_dead_process_is_an_error_that_names_the_rank(process: ProcessSource) -> None:
+    process.next_step()
+    os.kill(process._process.pid, signal.SIGKILL)
+    with pytest.raises(PlannerProcessError, match="rank 3: the planning process ended"):
+        _plan_to_the_end(process)
+
+
+def test_a_stuck_process_is_an_error_and_no_hang(process: ProcessSource) -> None:
+    process.next_step()
+    os.kill(process._process.pid, signal.SIGSTOP)
+    process._timeout_s = 0.3
+    with pytest.raises(PlannerProcessError, match="rank 3: planning must answer within"):
+        _plan_to_the_end(process)
+    os.kill(process._process.pid, signal.SIGCONT)
+
+
+def test_closing_leaves_no_process(rows: tuple[IndexRows, ...]) -> None:
+    source = ProcessSource(_spec(rows), steps_ahead=1, rank=0, timeout_s=20)
+    source.close()
+    assert not Path(f"/proc/{source._process.pid}").exists() or not source._process.is_alive()

@@ -1,0 +1,245 @@
+"""Where planned steps come from: this process, or one beside it that runs ahead.
+
+Planning in Python takes the interpreter from the thread that launches kernels; a process of its own does not.
+It reads lengths through its own memory map, imports neither torch nor Megatron, and stays a few steps ahead, so
+that training waits only where planning takes longer than a step.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from wlb.cost.model import CostModel
+from wlb.data.index_file import IndexRows
+from wlb.data.planned_step import PlannedStep, pack_micro_batches, statistics_of, unpack_micro_batches
+from wlb.data.planner import StepPlanner, ledger_line
+from wlb.data.stream import DocumentCut, DocumentStream
+from wlb.errors import ConfigError, PlannerProcessError, WlbError
+from wlb.packing.options import PackerOptions
+from wlb.packing.registry import build_packer
+
+_CONTEXT = multiprocessing.get_context("spawn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerSpec:
+    """Everything from which a planner of one rank is built, in any process.
+
+    rows: the sequences of the split, one entry a data set of the blend.
+    packer, options: see `wlb.packing.build_packer`.
+    num_steps: see `StepPlanner`.
+    replica: data-parallel rank whose micro-batches are wanted.
+    cost, pad_to_multiple: for the statistics.
+    keeps_ledger: make a ledger line of every step.
+    restored: a state of `StepPlanner.state`, or None at the beginning.
+    """
+
+    rows: tuple[IndexRows, ...]
+    window_tokens: int
+    cut: DocumentCut
+    seed: int
+    packer: str
+    options: PackerOptions
+    num_steps: int | None
+    replica: int
+    cost: CostModel
+    pad_to_multiple: int
+    keeps_ledger: bool = False
+    restored: dict[str, Any] | None = None
+
+    def build(self, clock: Callable[[], float] = time.perf_counter) -> StepPlanner:
+        """Raises StateError if `restored` is of other data or of another configuration."""
+        planner = StepPlanner(
+            stream=DocumentStream(
+                [r.source() for r in self.rows], window_tokens=self.window_tokens, cut=self.cut, seed=self.seed
+            ),
+            packer=build_packer(self.packer, self.options),
+            num_steps=self.num_steps,
+            clock=clock,
+        )
+        if self.restored is not None:
+            planner.restore(self.restored)
+        return planner
+
+    def plan(self, planner: StepPlanner) -> PlannedStep:
+        """The planner's next step, as this rank needs it."""
+        plan = planner.next_step()
+        return PlannedStep(
+            step=plan.step,
+            micro_batches=plan.replicas[self.replica],
+            fingerprint=plan.fingerprint,
+            statistics=statistics_of(plan, self.cost, pad_to_multiple=self.pad_to_multiple),
+            plan_s=planner.plan_s(plan.step),
+            ledger_line=ledger_line(plan) if self.keeps_ledger else "",
+        )
+
+
+class PlanSource(Protocol):
+    """Planned steps in order."""
+
+    def next_step(self) -> PlannedStep:
+        """The next step of the run."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able; from it the step after the last one that `next_step` gave is planned."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the source holds; it gives no further step."""
+        ...
+
+
+class InlineSource:
+    """Plans when asked, in this process."""
+
+    def __init__(self, spec: PlannerSpec) -> None:
+        self._spec = spec
+        self._planner = spec.build()
+
+    def next_step(self) -> PlannedStep:
+        return self._spec.plan(self._planner)
+
+    def state(self) -> dict[str, Any]:
+        return self._planner.state()
+
+    def close(self) -> None:
+        return None
+
+
+class ProcessSource:
+    """Plans in a process beside this one, at most `steps_ahead` steps ahead.
+
+    rank: named in errors.
+    timeout_s: longest wait for a step or a state.
+
+    Raises what building the planner raises; PlannerProcessError where the process dies or takes too long.
+    """
+
+    def __init__(self, spec: PlannerSpec, *, steps_ahead: int, rank: int, timeout_s: float = 300.0) -> None:
+        if steps_ahead < 1:
+            raise ConfigError(f"steps_ahead must be >= 1, got {steps_ahead}")
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._connection, theirs = _CONTEXT.Pipe()
+        self._process = _CONTEXT.Process(target=_serve, args=(spec, theirs), daemon=True, name=f"planner-{rank}")
+        self._process.start()
+        theirs.close()
+        self._ready: deque[PlannedStep] = deque()
+        self._given = 0 if spec.restored is None else int(spec.restored["packer_state"]["step"])
+        self._num_steps = spec.num_steps
+        self._ordered = self._given
+        self._receive()  # built, or the error that building raised
+        self._order(steps_ahead)
+
+    def next_step(self) -> PlannedStep:
+        while not self._ready:
+            if self._ordered == self._given:
+                raise ConfigError(f"step must be below num_steps {self._num_steps}, got {self._given}")
+            self._ready.append(_decode(self._receive()))
+        self._order(1)
+        self._given += 1
+        return self._ready.popleft()
+
+    def state(self) -> dict[str, Any]:
+        self._send(("state", self._given))
+        while True:
+            kind, value = self._receive()
+            if kind == "state":
+                state: dict[str, Any] = value
+                return state
+            self._ready.append(_decode((kind, value)))
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.join(timeout=5)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def _order(self, count: int) -> None:
+        """Ask for `count` further steps, not beyond the last one."""
+        for _ in range(count):
+            if self._num_steps is None or self._ordered < self._num_steps:
+                self._send(("plan", self._ordered))
+                self._ordered += 1
+
+    def _send(self, message: Any) -> None:
+        try:
+            self._connection.send(message)
+        except (BrokenPipeError, OSError) as error:
+            raise self._died() from error
+
+    def _receive(self) -> Any:
+        if not self._connection.poll(self._timeout_s):
+            raise PlannerProcessError(
+                f"rank {self._rank}: planning must answer within {self._timeout_s:.0f} s, got nothing for step "
+                f"{self._given}"
+            )
+        try:
+            kind, value = self._connection.recv()
+        except (EOFError, ConnectionResetError) as error:
+            raise self._died() from error
+        if kind == "error":
+            assert isinstance(value, Exception)
+            raise value
+        return kind, value
+
+    def _died(self) -> PlannerProcessError:
+        self._process.join(timeout=5)
+        return PlannerProcessError(
+            f"rank {self._rank}: the planning process ended before step {self._given}, "
+            f"exit code {self._process.exitcode}"
+        )
+
+
+def _serve(spec: PlannerSpec, connection: Connection) -> None:
+    """The planning process: answers requests in order, ends when the other side closes or dies."""
+    # Ctrl-C goes to the whole process group; the training process decides when this one ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        planner = spec.build()
+        connection.send(("built", None))
+        while True:
+            request, step = connection.recv()
+            if request == "state":
+                connection.send(("state", planner.state_before(step)))
+            else:
+                connection.send(("step", _encode(spec.plan(planner))))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+    except WlbError as error:
+        connection.send(("error", error))
+    except Exception as error:
+        connection.send(("error", PlannerProcessError(f"planning failed: {type(error).__name__}: {error}")))
+
+
+def _encode(step: PlannedStep) -> tuple[Any, ...]:
+    return (
+        step.step,
+        *pack_micro_batches(step.micro_batches),
+        step.fingerprint,
+        step.statistics,
+        step.plan_s,
+        step.ledger_line,
+    )
+
+
+def _decode(message: tuple[str, Any]) -> PlannedStep:
+    kind, (step, table, counts, fingerprint, statistics, plan_s, line) = message
+    assert kind == "step", f"expected a step, got {kind}"
+    return PlannedStep(
+        step=step,
+        micro_batches=unpack_micro_batches(table, counts),
+        fingerprint=fingerprint,
+        statistics=statistics,
+        plan_s=plan_s,
+        ledger_line=line,
+    )
