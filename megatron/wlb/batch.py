@@ -65,8 +65,8 @@ class PackedIterator:
         assert self._plan is not None, "no step has begun"
         return self._plan
 
-    def local_tokens_of_step(self) -> list[int]:
-        """Padded tokens of each micro-batch of this replica: the rows of its activations on a pipeline link."""
+    def padded_tokens_of_step(self) -> list[int]:
+        """Tokens of each micro-batch of this replica with padding, in the order in which they run."""
         return [padded_num_tokens(m, self.pad_to_multiple) for m in self.current_plan().replicas[self._dims.dp_rank]]
 
     def __iter__(self) -> PackedIterator:
@@ -82,24 +82,28 @@ class PackedIterator:
             padding_token=self._padding_token,
             vocab_size=self._vocab_size,
         )
-        return self._on_device(micro_batch, packed)
+        return batch_on_device(micro_batch, packed, max_positions=self._max_positions)
 
     def save_state(self) -> dict[str, Any]:
         """What Megatron stores beside a checkpoint: from it, the step after the last trained one is planned."""
         return {"train": self.planner.state(), **self._save_companions()}
 
-    def _on_device(self, micro_batch: MicroBatch, packed: PackedTokens) -> dict[str, Any]:
-        names = ("tokens", "labels", "position_ids", "loss_mask")
-        batch: dict[str, Any] = {
-            name: torch.from_numpy(getattr(packed, name)).pin_memory().cuda(non_blocking=True).unsqueeze(0)
-            for name in names
-        }
-        segments = tuple(packed.cu_seqlens.tolist())
-        positions = batch["position_ids"][0]
-        batch["packed_seq_params"] = packed_seq_params(
-            micro_batch, segments, positions, max_positions=self._max_positions
-        )
-        return batch
+
+def batch_on_device(micro_batch: MicroBatch, packed: PackedTokens, *, max_positions: int) -> dict[str, Any]:
+    """What the model takes, on the device.
+
+    Returns:
+        `tokens`, `labels`, `position_ids` (1, T) int64, `loss_mask` (1, T) float32, `packed_seq_params`.
+    """
+    names = ("tokens", "labels", "position_ids", "loss_mask")
+    batch: dict[str, Any] = {
+        name: torch.from_numpy(getattr(packed, name)).pin_memory().cuda(non_blocking=True).unsqueeze(0)
+        for name in names
+    }
+    segments = tuple(packed.cu_seqlens.tolist())
+    positions = batch["position_ids"][0]
+    batch["packed_seq_params"] = packed_seq_params(micro_batch, segments, positions, max_positions=max_positions)
+    return batch
 
 
 def _no_tokens(_sequence: int, _start: int, count: int) -> np.ndarray:

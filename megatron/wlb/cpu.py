@@ -235,7 +235,7 @@ def _replace_norm(undo: ExitStack) -> None:
         alone.sequence_parallel = False
         norm: torch.nn.Module = original(cls, alone, *args, **kwargs)
         for parameter in norm.parameters():
-            setattr(parameter, "sequence_parallel", config.sequence_parallel)
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
 
     replace(undo, WrappedTorchNorm, "__new__", make_norm)

@@ -18,7 +18,12 @@ def packed_layer_spec(config: GPTModelConfig, vp_stage: int | None) -> ModuleSpe
     """
     spec = default_layer_spec(config, vp_stage)
     if config.transformer.transformer_impl == "local":
-        layers: list[Any] = spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]
-        for layer in layers:
-            layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
+        use_packed_attention(spec)
     return spec
+
+
+def use_packed_attention(spec: ModuleSpec | TransformerBlockSubmodules) -> None:
+    """Put our core attention into every layer of a local spec."""
+    layers: list[Any] = spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]
+    for layer in layers:
+        layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention

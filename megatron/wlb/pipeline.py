@@ -63,7 +63,9 @@ def run_planned(schedule: Callable[..., Any], dims: ParallelDims, telemetry: Tel
     communicator = None
     if dims.pp_size > 1:
         groups = call["pg_collection"] or ProcessGroupCollection.use_mpu_process_groups()
-        shapes = [(tokens, 1, config.hidden_size) for tokens in packed.local_tokens_of_step()]
+        # Between layers, sequence parallelism shares the tokens of a micro-batch among tensor-parallel ranks.
+        shards = dims.tp_size if config.sequence_parallel else 1
+        shapes = [(tokens // shards, 1, config.hidden_size) for tokens in packed.padded_tokens_of_step()]
         communicator = PlannedP2PCommunicator(groups.pp, config, shapes)
         call |= {"p2p_communicator": communicator, "pg_collection": groups}
 

@@ -27,15 +27,19 @@ def run(argv: Sequence[str] | None = None) -> None:
         WlbError: an option, a file or a saved state cannot be used.
     """
     from megatron.training.arguments import parse_and_validate_args
+    from megatron.training.utils import print_rank_0
 
     from megatron.wlb import stock
     from megatron.wlb.arguments import add_wlb_arguments, wlb_options
     from megatron.wlb.cpu import cpu_as_device
+    from megatron.wlb.environment import package_sentences
     from megatron.wlb.patches import compile_helpers
     from megatron.wlb.patches.registry import applied
 
     if argv is not None:
         sys.argv = [sys.argv[0], *argv]
+    for sentence in package_sentences():
+        print_rank_0(f"> {sentence}")
     with cpu_as_device() as on_cpu, applied([compile_helpers.PATCH]):
         args = parse_and_validate_args(add_wlb_arguments)
         stock.check_supported(args)

@@ -68,7 +68,11 @@ def check(patch: Patch) -> PatchState:
     except metadata.PackageNotFoundError:
         return PatchState(patch=patch, version="", digest="", problem=f"{patch.distribution} is not installed")
     module_name, _, name = patch.target.partition(":")
-    original = getattr(importlib.import_module(module_name), name, _MISSING)
+    try:
+        original = getattr(importlib.import_module(module_name), name, _MISSING)
+    except ImportError as error:
+        problem = f"{module_name} cannot be imported from {patch.distribution} {version}: {error}"
+        return PatchState(patch=patch, version=version, digest="", problem=problem)
     if original is _MISSING:
         problem = f"{module_name} has no {name} in {patch.distribution} {version}"
         return PatchState(patch=patch, version=version, digest="", problem=problem)

@@ -1,8 +1,10 @@
 """megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd
 
-Upstream walks the documents in Python with a device synchronisation in every layer, and takes its table for
-"one row per packed token" whenever the table happens to be as long as the pack, which rotates every document
-but the first by the wrong angles. A micro-batch of ours brings the position of each token, so one gather does.
+Upstream reads the lengths of the documents back from the device and walks over them in Python, for queries and for
+keys, in every layer. It assumes the zig-zag layout of context parallelism, and it takes its table for "one row per
+packed token" whenever the table happens to be as long as the pack: every document but the first is then rotated by
+its position in the pack. (Attention sees differences of positions only, so without context parallelism that costs
+precision and no more.) A micro-batch of ours brings the position of each token, so one gather does.
 Seam that failed: RoPE is applied inside `SelfAttention.forward`, between the projection and the core attention.
 """
 
@@ -48,6 +50,6 @@ PATCH = Patch(
     distribution="megatron-core",
     versions=">=0.19.2,<0.20",
     source_digest="99798acffbb2e50c",
-    reason="documents after the first of a pack are rotated by wrong angles when the table is as long as the pack",
+    reason="it synchronises with the device in every layer, and rotates by other positions than the plan's",
     make=_make,
 )
