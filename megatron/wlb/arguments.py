@@ -30,6 +30,7 @@ class WlbOptions:
     thresholds_tokens: tuple[int, ...] | None
     greedy_window_batches: int
     cost: CostModel
+    steps_ahead: int
     ledger: Path | None
     timeline: Path | None
 
@@ -78,6 +79,12 @@ def add_wlb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "floating-point operations of the model.",
     )
     add("--wlb-cost-profile", type=Path, help="JSON of measured costs; overrides --wlb-crossover.")
+    add(
+        "--wlb-plan-ahead",
+        type=int,
+        default=2,
+        help="Steps that a process beside training plans ahead; 0 plans in the training process.",
+    )
     add("--wlb-ledger", type=Path, help="Write the document ids of each step to this file, one JSON line a step.")
     add("--wlb-timeline", type=Path, help="Write when each rank worked and waited to files in this folder.")
     add(
@@ -99,6 +106,8 @@ def wlb_options(args: Namespace) -> WlbOptions | None:
     thresholds = None if args.wlb_thresholds is None else tuple(args.wlb_thresholds)
     if thresholds is not None and list(thresholds) != sorted(set(thresholds)):
         raise ConfigError(f"--wlb-thresholds must increase strictly, got {' '.join(map(str, thresholds))}")
+    if args.wlb_plan_ahead < 0:
+        raise ConfigError(f"--wlb-plan-ahead must be >= 0, got {args.wlb_plan_ahead}")
     return WlbOptions(
         packing=args.wlb_packing,
         document_cut=args.wlb_document_cut or PACKERS[args.wlb_packing].natural_cut,
@@ -107,6 +116,7 @@ def wlb_options(args: Namespace) -> WlbOptions | None:
         thresholds_tokens=thresholds,
         greedy_window_batches=args.wlb_greedy_window,
         cost=_cost_model(args),
+        steps_ahead=args.wlb_plan_ahead,
         ledger=args.wlb_ledger,
         timeline=args.wlb_timeline,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from megatron.training.utils import print_rank_0
@@ -15,10 +15,9 @@ from megatron.wlb.batch import PackedIterator
 from megatron.wlb.checkpoint import load_state, saved_state_path
 from megatron.wlb.parallel import ParallelDims
 from megatron.wlb.token_files import TokenFiles
-from wlb.cost import CostModel
-from wlb.data.planner import StepPlanner
-from wlb.data.stream import DocumentStream
-from wlb.packing import PackerOptions, StepShape, build_packer, derive_thresholds
+from wlb.data.index_file import index_lengths
+from wlb.data.plan_source import InlineSource, PlannerSpec, PlanSource, ProcessSource
+from wlb.packing import PackerOptions, StepShape, derive_thresholds
 
 PADDING_TOKEN = 0  # any valid id: padding is never trained
 _THRESHOLD_SAMPLE = 200_000
@@ -51,7 +50,7 @@ def packer_options(args: Namespace, options: WlbOptions, files: TokenFiles) -> P
     if thresholds is None:
         thresholds = ()
         if options.packing == "wlb":
-            lengths = np.concatenate([_sample(s.lengths, s.rows) for s in files.sources[0]])
+            lengths = np.concatenate([_sample(index_lengths(r.prefix), range(r.first, r.stop)) for r in files.rows[0]])
             thresholds = derive_thresholds(
                 lengths - 1, shape.window_tokens, options.num_queues, num_micro_batches=shape.num_micro_batches
             )
@@ -81,25 +80,38 @@ def packed_dataset_provider(
         here = dims()
         restored = _restored_state(args)
         evaluated = {
-            name: _evaluation_iterator(args, files, split, here, restored.get(name), options.cost)
+            name: _iterator(
+                args, InlineSource(_evaluation_spec(args, options, files, split, here, restored.get(name))), files, here
+            )
             for name, split in (("valid", 1), ("test", 2))
-            if args.eval_iters and files.sources[split]
+            if args.eval_iters and files.rows[split]
         }
-
-        def companions() -> dict[str, Any]:
-            return {name: iterator.planner.state() for name, iterator in evaluated.items()}
-
-        stream = _stream(args, files, 0, options.document_cut)
         saved_step = restored["train"]["packer_state"]["step"] if restored else 0
-        planner = StepPlanner(
-            stream=stream,
-            packer=build_packer(options.packing, packer),
+        spec = PlannerSpec(
+            rows=files.rows[0],
+            window_tokens=args.seq_length,
+            cut=options.document_cut,
+            seed=args.seed,
+            packer=options.packing,
+            options=packer,
             num_steps=saved_step + args.train_iters - args.iteration,
-            ledger=_ledger(options.ledger) if here.rank == 0 else None,
+            replica=here.dp_rank,
+            cost=options.cost,
+            pad_to_multiple=pad_multiple(args),
+            keeps_ledger=options.ledger is not None and here.rank == 0,
+            restored=restored.get("train"),
         )
-        if restored:
-            planner.restore(restored["train"])
-        train = _iterator(args, planner, files, here, companions)
+        source: PlanSource = InlineSource(spec)
+        if options.steps_ahead:
+            source = ProcessSource(spec, steps_ahead=options.steps_ahead, rank=here.rank)
+        train = _iterator(
+            args,
+            source,
+            files,
+            here,
+            save_companions=lambda: {name: iterator.state() for name, iterator in evaluated.items()},
+            ledger=_ledger(options.ledger) if spec.keeps_ledger and options.ledger else None,
+        )
         on_train_iterator(train)
         return train, evaluated.get("valid"), evaluated.get("test")
 
@@ -108,38 +120,43 @@ def packed_dataset_provider(
     return provide
 
 
-def _stream(args: Namespace, files: TokenFiles, split: int, cut: Literal["stream", "window"]) -> DocumentStream:
-    return DocumentStream(files.sources[split], window_tokens=args.seq_length, cut=cut, seed=args.seed)
-
-
-def _evaluation_iterator(
-    args: Namespace, files: TokenFiles, split: int, dims: ParallelDims, restored: dict[str, Any] | None, cost: CostModel
-) -> PackedIterator:
+def _evaluation_spec(
+    args: Namespace,
+    options: WlbOptions,
+    files: TokenFiles,
+    split: int,
+    dims: ParallelDims,
+    restored: dict[str, Any] | None,
+) -> PlannerSpec:
     """Evaluation packs plainly, so that its loss does not depend on how training packs."""
     shape = step_shape(args, batch_size=getattr(args, "eval_global_batch_size", None) or args.global_batch_size)
-    packer = build_packer("plain", PackerOptions(shape=shape, cost=cost))
-    planner = StepPlanner(stream=_stream(args, files, split, "stream"), packer=packer, num_steps=None)
-    if restored is not None:
-        planner.restore(restored)
-    return _iterator(args, planner, files, dims, dict)
+    return PlannerSpec(
+        rows=files.rows[split],
+        window_tokens=args.seq_length,
+        cut="stream",
+        seed=args.seed,
+        packer="plain",
+        options=PackerOptions(shape=shape, cost=options.cost),
+        num_steps=None,
+        replica=dims.dp_rank,
+        cost=options.cost,
+        pad_to_multiple=pad_multiple(args),
+        restored=restored,
+    )
 
 
 def _iterator(
-    args: Namespace,
-    planner: StepPlanner,
-    files: TokenFiles,
-    dims: ParallelDims,
-    companions: Callable[[], dict[str, Any]],
+    args: Namespace, source: PlanSource, files: TokenFiles, dims: ParallelDims, **more: Any
 ) -> PackedIterator:
     return PackedIterator(
-        planner,
+        source,
         dims,
         files.read,
         pad_to_multiple=pad_multiple(args),
         padding_token=PADDING_TOKEN,
         vocab_size=args.padded_vocab_size,
         max_positions=args.seq_length,
-        save_companions=companions,
+        **more,
     )
 
 
@@ -159,11 +176,9 @@ def _restored_state(args: Namespace) -> dict[str, Any]:
     return load_state(path)
 
 
-def _ledger(path: Path | None) -> Callable[[str], object] | None:
-    if path is None:
-        return None
+def _ledger(path: Path) -> Callable[[str], object]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Line by line: what was planned is on disk when a run is stopped.
+    # Line by line: what a run has trained is on disk when it is stopped.
     return path.open("a", buffering=1).write
 
 

@@ -19,7 +19,7 @@ from megatron.core.utils import get_model_config
 from megatron.wlb.batch import PackedIterator
 from megatron.wlb.parallel import ParallelDims
 from megatron.wlb.telemetry import Telemetry
-from wlb.documents import StepPlan
+from wlb.data.planned_step import PlannedStep
 from wlb.errors import PlanMismatchError
 
 
@@ -54,9 +54,9 @@ def run_planned(schedule: Callable[..., Any], dims: ParallelDims, telemetry: Tel
     iterator = call["data_iterator"]
     packed: PackedIterator = iterator.iterable
     forward_only = call["forward_only"]
-    plan = packed.current_plan() if iterator.replaying else packed.begin_step()
-    check_same_plan(plan, dims)
-    call["num_microbatches"] = len(plan.replicas[dims.dp_rank])
+    step = packed.current_step() if iterator.replaying else packed.begin_step()
+    check_same_plan(step, dims)
+    call["num_microbatches"] = len(step.micro_batches)
 
     model = call["model"]
     config = get_model_config(model[0] if isinstance(model, list) else model)
@@ -69,14 +69,14 @@ def run_planned(schedule: Callable[..., Any], dims: ParallelDims, telemetry: Tel
         communicator = PlannedP2PCommunicator(groups.pp, config, shapes)
         call |= {"p2p_communicator": communicator, "pg_collection": groups}
 
-    with telemetry.step(plan, config, dims, forward_only=forward_only):
+    with telemetry.step(step, packed.plan_wait_s, config, dims, forward_only=forward_only):
         losses = schedule(**call)
     if communicator is not None:
         communicator.assert_drained(forward_only=forward_only)
     return losses
 
 
-def check_same_plan(plan: StepPlan, dims: ParallelDims) -> None:
+def check_same_plan(step: PlannedStep, dims: ParallelDims) -> None:
     """Compare the plan's fingerprint over all ranks, before the first message of the step.
 
     Raises:
@@ -85,11 +85,11 @@ def check_same_plan(plan: StepPlan, dims: ParallelDims) -> None:
     if dims.world_size == 1:
         return
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    mine = torch.tensor([plan.fingerprint], dtype=torch.int64, device=device)
+    mine = torch.tensor([step.fingerprint], dtype=torch.int64, device=device)
     everyone = torch.empty(dims.world_size, dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(everyone, mine)
     different = [rank for rank, fingerprint in enumerate(everyone.tolist()) if fingerprint != everyone[0].item()]
     if different:
         raise PlanMismatchError(
-            f"ranks {different} planned step {plan.step} otherwise than rank 0; do all ranks read the same index files?"
+            f"ranks {different} planned step {step.step} otherwise than rank 0; do all ranks read the same index files?"
         )

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.wlb.parallel import ParallelDims
-from wlb.documents import StepPlan
+from wlb.data.planned_step import PlannedStep, StepStatistics
 from wlb.metrics import imbalance_degree
 
 _COMPUTE = ("forward-compute", "backward-compute")
@@ -66,18 +66,12 @@ class _RecordingTimer:
 class Telemetry:
     """Collects what a training step did and reports it where Megatron reports.
 
-    forward_s: predicted forward seconds of a micro-batch, as the packer saw it.
-    pad_to_multiple: of the tail of a micro-batch.
-    plan_s: step index -> seconds its planning took.
     measures: whether host time stamps say when the device worked (not on CUDA, which runs behind them).
     iteration: () -> (iteration that is being trained, samples consumed after it).
     writers: () -> (TensorBoard writer or None, W&B writer or None).
     timeline: folder for one file of time stamps a rank, or None.
     """
 
-    forward_s: Callable[[Any], float]
-    pad_to_multiple: int
-    plan_s: Callable[[int], float]
     measures: bool
     iteration: Callable[[], tuple[int, int]]
     writers: Callable[[], tuple[Any, Any]]
@@ -86,7 +80,9 @@ class Telemetry:
     _fields: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
-    def step(self, plan: StepPlan, config: Any, dims: ParallelDims, *, forward_only: bool) -> Iterator[None]:
+    def step(
+        self, step: PlannedStep, plan_wait_s: float, config: Any, dims: ParallelDims, *, forward_only: bool
+    ) -> Iterator[None]:
         """Round the schedule of one step."""
         if forward_only or config.timers is None:
             yield
@@ -99,13 +95,13 @@ class Telemetry:
         finally:
             config.timers = recorder._timers
         end_s = self.clock()
-        self._fields = step_fields(plan, self.forward_s, pad_to_multiple=self.pad_to_multiple)
-        self._fields["planning (ms)"] = self.plan_s(plan.step) * 1e3
+        self._fields = statistics_fields(step.statistics)
+        self._fields |= {"planning (ms)": step.plan_s * 1e3, "plan wait (ms)": plan_wait_s * 1e3}
         if self.measures:
             self._fields["imbalance ranks measured"] = _measured_imbalance(recorder, dims.world_size)
         self._write_scalars()
         if self.timeline is not None:
-            self._write_timeline(plan, recorder, dims, begin_s, end_s)
+            self._write_timeline(step, recorder, dims, begin_s, end_s)
 
     def log_suffix(self) -> str:
         """`name: value |` for every field of the last step."""
@@ -123,18 +119,17 @@ class Telemetry:
                 wandb.log({scalar: value}, iteration)
 
     def _write_timeline(
-        self, plan: StepPlan, recorder: RecordingTimers, dims: ParallelDims, begin_s: float, end_s: float
+        self, step: PlannedStep, recorder: RecordingTimers, dims: ParallelDims, begin_s: float, end_s: float
     ) -> None:
         assert self.timeline is not None
-        replica = plan.replicas[dims.dp_rank]
         row = {
-            "step": plan.step,
+            "step": step.step,
             "rank": dims.rank,
             "pp_rank": dims.pp_rank,
             "dp_rank": dims.dp_rank,
             "begin_s": begin_s,
             "end_s": end_s,
-            "lengths": [m.lengths for m in replica],
+            "lengths": [m.lengths for m in step.micro_batches],
             "events": recorder.events,
         }
         self.timeline.mkdir(parents=True, exist_ok=True)
@@ -149,29 +144,29 @@ _FORMATS = {
     "tokens": ".0f",
     "padding tokens": ".0f",
     "micro-batches": ".0f",
+    "max micro-batch tokens": ".0f",
     "waiting documents": ".0f",
     "waiting tokens": ".0f",
     "mean delay (steps)": ".2f",
     "max delay (steps)": ".0f",
     "planning (ms)": ".1f",
+    "plan wait (ms)": ".1f",
 }
 
 
-def step_fields(plan: StepPlan, forward_s: Callable[[Any], float], *, pad_to_multiple: int) -> dict[str, float]:
+def statistics_fields(statistics: StepStatistics) -> dict[str, float]:
     """The fields that follow from a plan alone, in the order of the log line."""
-    micro_batch_s = [[forward_s(m) for m in replica] for replica in plan.replicas]
-    tokens = plan.num_tokens
-    documents = [d for m in plan.micro_batches for d in m.documents]
     return {
-        "imbalance micro-batches": imbalance_degree([s for replica in micro_batch_s for s in replica]),
-        "imbalance replicas": imbalance_degree([sum(replica) for replica in micro_batch_s]),
-        "tokens": tokens,
-        "padding tokens": sum(-m.num_tokens % pad_to_multiple for m in plan.micro_batches),
-        "micro-batches": len(plan.micro_batches),
-        "waiting documents": len(plan.waiting),
-        "waiting tokens": sum(d.length for d in plan.waiting),
-        "mean delay (steps)": plan.mean_delay_steps(),
-        "max delay (steps)": max((plan.step - d.arrival for d in documents), default=0),
+        "imbalance micro-batches": statistics.imbalance_micro_batches,
+        "imbalance replicas": statistics.imbalance_replicas,
+        "tokens": statistics.trained_tokens,
+        "padding tokens": statistics.padding_tokens,
+        "micro-batches": statistics.num_micro_batches,
+        "max micro-batch tokens": statistics.max_micro_batch_tokens,
+        "waiting documents": statistics.waiting_documents,
+        "waiting tokens": statistics.waiting_tokens,
+        "mean delay (steps)": statistics.mean_delay_steps,
+        "max delay (steps)": statistics.max_delay_steps,
     }
 
 

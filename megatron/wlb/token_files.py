@@ -16,8 +16,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from wlb.data.index_file import check_index
-from wlb.data.source import DocumentSource
+from wlb.data.index_file import IndexRows, check_index
 from wlb.errors import ConfigError, DataError
 
 # Tokens looked at in each file before training; every token is checked again when it is read.
@@ -29,12 +28,12 @@ _LABEL_TOKENS = 1
 class TokenFiles:
     """Open index files, as one numbering of sequences.
 
-    sources: per split (train, valid, test) the document sources, () where the split is empty.
+    rows: per split (train, valid, test) the sequences it reads, one entry a data set, () where the split is empty.
     """
 
     datasets: tuple[Any, ...]
     sequence_bases: tuple[int, ...]
-    sources: tuple[tuple[DocumentSource, ...], ...]
+    rows: tuple[tuple[IndexRows, ...], ...]
 
     def read(self, sequence: int, start: int, count: int) -> np.ndarray:
         """`count` stored tokens of a sequence from `start`; fewer if the sequence ends before."""
@@ -70,14 +69,14 @@ def open_token_files(args: Namespace, *, vocab_size: int) -> TokenFiles:
             _check_vocabulary(prefix, datasets[-1], vocab_size)
         return opened[prefix]
 
-    sources: list[tuple[DocumentSource, ...]] = []
+    rows_of_splits: list[tuple[IndexRows, ...]] = []
     whole = [(0.0, 1.0)] * len(Split)
     spans = convert_split_vector_to_split_matrix(parse_and_normalize_split(args.split)) if blend else whole
     for split in Split:
         blend_of_split = blend if blend else blend_per_split[split.value]
         span = spans[split.value]
         if blend_of_split is None or span is None:
-            sources.append(())
+            rows_of_splits.append(())
             continue
         prefixes, weights = blend_of_split
         numbers = [open_prefix(prefix) for prefix in prefixes]
@@ -94,21 +93,20 @@ def open_token_files(args: Namespace, *, vocab_size: int) -> TokenFiles:
                 float(datasets[n].sequence_lengths[a:b].sum(dtype=np.int64))
                 for n, (a, b) in zip(numbers, rows, strict=True)
             ]
-        sources.append(
+        rows_of_splits.append(
             tuple(
-                DocumentSource(
-                    lengths=datasets[number].sequence_lengths,
-                    label_tokens=_LABEL_TOKENS,
+                IndexRows(
+                    prefix=prefix,
                     first=first,
                     stop=stop,
                     weight=weight,
                     sequence_base=bases[number],
                 )
-                for number, weight, (first, stop) in zip(numbers, weights, rows, strict=True)
+                for prefix, number, weight, (first, stop) in zip(prefixes, numbers, weights, rows, strict=True)
                 if stop > first
             )
         )
-    return TokenFiles(datasets=tuple(datasets), sequence_bases=tuple(bases), sources=tuple(sources))
+    return TokenFiles(datasets=tuple(datasets), sequence_bases=tuple(bases), rows=tuple(rows_of_splits))
 
 
 def _rows(dataset: Any, span: tuple[float, float]) -> tuple[int, int]:

@@ -55,7 +55,7 @@ def _train_packed(args: Namespace, options: Any, *, on_cpu: bool) -> None:
     from megatron.training.utils import print_rank_0
 
     from megatron.wlb.arguments import adapt_megatron_arguments
-    from megatron.wlb.data_provider import packed_dataset_provider, packer_options, pad_multiple
+    from megatron.wlb.data_provider import packed_dataset_provider, packer_options
     from megatron.wlb.parallel import ParallelDims
     from megatron.wlb.patches import log_line, rope_thd, schedule
     from megatron.wlb.patches.registry import applied
@@ -73,9 +73,6 @@ def _train_packed(args: Namespace, options: Any, *, on_cpu: bool) -> None:
     )
     iterators: list[Any] = []
     telemetry = Telemetry(
-        forward_s=lambda micro_batch: options.cost.forward_s(micro_batch.lengths),
-        pad_to_multiple=pad_multiple(args),
-        plan_s=lambda step: iterators[0].planner.plan_s(step),
         measures=on_cpu,
         iteration=lambda: (args.curr_iteration + 1, args.consumed_train_samples + args.global_batch_size),
         writers=lambda: (get_tensorboard_writer(), get_wandb_writer()),
@@ -88,7 +85,11 @@ def _train_packed(args: Namespace, options: Any, *, on_cpu: bool) -> None:
     patches = [rope_thd.PATCH, schedule.make_patch(run_schedule), log_line.make_patch(telemetry.log_suffix)]
     provider = packed_dataset_provider(args, options, files, packer, ParallelDims.current, iterators.append)
     with applied(patches):
-        _pretrain(args, provider, packed_forward_step, packed=True)
+        try:
+            _pretrain(args, provider, packed_forward_step, packed=True)
+        finally:
+            for iterator in iterators:
+                iterator.close()
 
 
 def _pretrain(args: Namespace, provider: Any, forward_step: Any, *, packed: bool = False) -> None:

@@ -7,13 +7,15 @@ that training waits only where planning takes longer than a step.
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
+import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any, Protocol
 
 from wlb.cost.model import CostModel
@@ -25,7 +27,7 @@ from wlb.errors import ConfigError, PlannerProcessError, WlbError
 from wlb.packing.options import PackerOptions
 from wlb.packing.registry import build_packer
 
-_CONTEXT = multiprocessing.get_context("spawn")
+_ROOT = str(Path(__file__).resolve().parents[2])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,15 +130,26 @@ class ProcessSource:
             raise ConfigError(f"steps_ahead must be >= 1, got {steps_ahead}")
         self._rank = rank
         self._timeout_s = timeout_s
-        self._connection, theirs = _CONTEXT.Pipe()
-        self._process = _CONTEXT.Process(target=_serve, args=(spec, theirs), daemon=True, name=f"planner-{rank}")
-        self._process.start()
+        self._connection, theirs = Pipe()
+        # Not through multiprocessing, which would run the training script again in the new process.
+        code = (
+            f"import sys; sys.path.insert(0, {_ROOT!r}); "
+            f"from wlb.data.plan_source import serve; serve({theirs.fileno()})"
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+        )
         theirs.close()
+        self._send(spec)
         self._ready: deque[PlannedStep] = deque()
         self._given = 0 if spec.restored is None else int(spec.restored["packer_state"]["step"])
         self._num_steps = spec.num_steps
         self._ordered = self._given
-        self._receive()  # built, or the error that building raised
+        try:
+            self._receive()  # built, or the error that building raised
+        except Exception:
+            self.close()
+            raise
         self._order(steps_ahead)
 
     def next_step(self) -> PlannedStep:
@@ -159,10 +172,7 @@ class ProcessSource:
 
     def close(self) -> None:
         self._connection.close()
-        self._process.join(timeout=5)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+        self._end_process()
 
     def _order(self, count: int) -> None:
         """Ask for `count` further steps, not beyond the last one."""
@@ -193,18 +203,29 @@ class ProcessSource:
         return kind, value
 
     def _died(self) -> PlannerProcessError:
-        self._process.join(timeout=5)
         return PlannerProcessError(
-            f"rank {self._rank}: the planning process ended before step {self._given}, "
-            f"exit code {self._process.exitcode}"
+            f"rank {self._rank}: the planning process ended before step {self._given}, exit code {self._end_process()}"
         )
 
+    def _end_process(self) -> int:
+        """It ends by itself when the connection closes."""
+        try:
+            return self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
 
-def _serve(spec: PlannerSpec, connection: Connection) -> None:
-    """The planning process: answers requests in order, ends when the other side closes or dies."""
+
+def serve(descriptor: int) -> None:
+    """The planning process: answers requests in order, ends when the other side closes or dies.
+
+    descriptor: of its end of the connection, over which the `PlannerSpec` comes first.
+    """
+    connection = Connection(descriptor)
     # Ctrl-C goes to the whole process group; the training process decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
+        spec: PlannerSpec = connection.recv()
         planner = spec.build()
         connection.send(("built", None))
         while True:

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,4 +131,4 @@ def test_a_stuck_process_is_an_error_and_no_hang(process: ProcessSource) -> None
 def test_closing_leaves_no_process(rows: tuple[IndexRows, ...]) -> None:
     source = ProcessSource(_spec(rows), steps_ahead=1, rank=0, timeout_s=20)
     source.close()
-    assert not Path(f"/proc/{source._process.pid}").exists() or not source._process.is_alive()
+    assert source._process.poll() == 0
