@@ -1,0 +1,152 @@
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.report.synthetic_run import BALANCED, SQUARE_S, TOKEN_S, WINDOW, write_run
+from wlb.cost import FittedCost, QuadraticTime
+from wlb.errors import DataError
+from wlb.report import compare, fit_first_half, load_run, table
+from wlb.report.comparison import load_manifest
+from wlb.report.picture import measured_lanes, predicted_lanes
+from wlb.report.prediction import StepModel, fit_steps
+
+CORPUS = {"documents": 12, "tokens": 1200, "p50": 60, "p99": 100, "max": 100, "seed": 1}
+
+
+@pytest.fixture
+def runs(run_folders):
+    return tuple(load_run(folder) for folder in run_folders)
+
+
+@pytest.fixture
+def report(runs):
+    return compare(*runs, fit_first_half(runs[0]), corpus=CORPUS, fitted_on="test")
+
+
+def test_the_fit_finds_the_cost_that_the_run_was_made_with(runs):
+    model = fit_first_half(runs[0])
+    assert model.crossover_tokens == pytest.approx(TOKEN_S / SQUARE_S)
+    assert model.outside_s == pytest.approx(0.01)
+    for stage in model.stages:
+        assert stage.forward.square_s == pytest.approx(SQUARE_S / 3)
+        assert stage.backward.token_s == pytest.approx(TOKEN_S * 2 / 3)
+
+
+def test_unseen_steps_are_predicted(runs):
+    model = fit_first_half(runs[0])
+    for run in runs:
+        for step, logged in list(zip(run.steps, run.log.steps, strict=True))[2:]:
+            assert model.step_s(step) == pytest.approx(logged.elapsed_s)
+
+
+def test_the_report_has_the_fields_that_readers_rely_on(report):
+    assert list(report)[:8] == [
+        "corpus",
+        "window",
+        "crossover_over_window",
+        "runs",
+        "speedup",
+        "speedup_work",
+        "predicted_speedup",
+        "predicted_speedup_work",
+    ]
+    assert report["corpus"] == {"documents": 12, "tokens": 1200, "p50": 60, "p99": 100, "max": 100}
+    assert report["window"] == WINDOW
+    assert report["crossover_over_window"] == pytest.approx(0.25)
+    for run in report["runs"].values():
+        assert list(run)[:11] == [
+            "steps",
+            "tokens",
+            "tokens_per_s",
+            "packed_flops_per_s",
+            "step_s_median",
+            "imbalance_degree",
+            "first_loss",
+            "final_loss",
+            "mean_delay_steps",
+            "waiting_tokens",
+            "max_micro_batch_tokens",
+        ]
+
+
+def test_the_numbers_of_a_run(report):
+    run = report["runs"]["wlb"]
+    assert (run["steps"], run["tokens"], run["max_micro_batch_tokens"], run["waiting_tokens"]) == (6, 1040, 100, 0)
+    assert (run["first_loss"], run["final_loss"]) == (7.0, 6.5)
+    assert run["mean_delay_steps"] == pytest.approx(0.5 * (1040 - 90) / 1040)  # nothing is late in the first step
+    assert run["documents"] == 18
+
+
+def test_rates_are_compared_per_token_and_per_operation(report, runs):
+    plain, balanced = report["runs"]["plain"], report["runs"]["wlb"]
+    assert balanced["imbalance_degree"] < plain["imbalance_degree"]
+    # The same pieces: equal tokens and equal work, so both ratios are the ratio of the seconds.
+    assert report["speedup"] == pytest.approx(runs[0].total_s / runs[1].total_s)
+    assert report["speedup"] == pytest.approx(report["speedup_work"])
+    assert report["predicted_speedup"] == pytest.approx(plain["predicted_s"] / balanced["predicted_s"])
+    assert report["predicted_speedup"] == pytest.approx(report["predicted_speedup_work"])
+
+
+def test_a_machine_that_did_other_work_is_said(report):
+    assert report["runs"]["plain"]["pass_deviation"] == pytest.approx(0, abs=1e-6)
+    assert "NOTE" not in table(report)
+    report["runs"]["wlb"]["pass_deviation"] = 0.25
+    assert "NOTE: passes took 25% more or less than their cost" in table(report)
+
+
+def test_a_micro_batch_that_was_held_up_does_not_move_the_fit(runs):
+    step = runs[0].steps[3]
+    start_s, stop_s = step.ranks[0].forward[0]
+    late = replace(step.ranks[0], forward=((start_s, stop_s + 5), *step.ranks[0].forward[1:]))
+    steps = [*runs[0].steps[:3], replace(step, ranks=(late, *step.ranks[1:])), *runs[0].steps[4:]]
+    model = fit_steps(steps, [s.elapsed_s for s in runs[0].log.steps])
+    assert model.stages[0].forward.square_s == pytest.approx(SQUARE_S / 3)
+    assert model.stages[0].forward.token_s == pytest.approx(TOKEN_S / 3)
+
+
+def test_other_pieces_are_refused(runs, tmp_path):
+    other = load_run(write_run(tmp_path / "other", [*BALANCED[:5], [[20, 80], [5, 94, 1]]]))
+    with pytest.raises(DataError, match=r"same pieces .* got 18 pieces of 1040 tokens and 19 of 1040"):
+        compare(runs[0], other, fit_first_half(runs[0]), corpus=CORPUS, fitted_on="test")
+
+
+def test_a_manifest_without_a_field_is_refused(runs):
+    with pytest.raises(DataError, match="'p99'"):
+        compare(
+            *runs,
+            fit_first_half(runs[0]),
+            corpus={**CORPUS} | {"p99": 1} and {"documents": 1, "tokens": 1, "p50": 1},
+            fitted_on="",
+        )
+
+
+def test_attention_that_was_not_seen_has_no_crossover():
+    linear = QuadraticTime(square_s=0, token_s=1, micro_batch_s=0)
+    model = StepModel(stages=(FittedCost(forward=linear, backward=linear),), outside_s=0)
+    with pytest.raises(DataError, match="got 0 s per squared token and 2 s per token"):
+        _ = model.crossover_tokens
+
+
+def test_the_table_shows_both_runs_and_both_ratios(report):
+    text = table(report)
+    assert f"{report['speedup']:.3f} x measured, {report['predicted_speedup']:.3f} x predicted" in text
+    assert "tokens left waiting at the end" in text
+    assert "12 documents, 1,200 tokens" in text
+
+
+@pytest.mark.parametrize(("text", "reason"), [("[1]", "JSON object, got list"), ("{", "must be JSON")])
+def test_a_broken_manifest_is_refused(tmp_path, text, reason):
+    path = tmp_path / "manifest.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=reason):
+        load_manifest(path)
+
+
+def test_lanes_of_prediction_and_measurement_agree_without_noise(runs):
+    model = fit_first_half(runs[0])
+    for step in (runs[0].steps[3], runs[1].steps[4]):
+        measured, predicted = measured_lanes(step), predicted_lanes(step, model)
+        assert [lane.name for lane in measured.lanes] == ["rank 0\nstage 1", "rank 1\nstage 2"]
+        assert measured.end_s == pytest.approx(predicted.end_s)
+        assert measured.waiting_share == pytest.approx(predicted.waiting_share)
+        assert measured.waiting_share > 0
