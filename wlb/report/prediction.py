@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from wlb.cost import FittedCost, MeasuredMicroBatch, fit_cost
+from wlb.cost import FittedCost, MeasuredMicroBatch, fit_cost, stages_to_json, stages_to_json
 from wlb.errors import DataError
 from wlb.report.measured import MeasuredStep
 from wlb.schedule import StepTimeline, plan_timeline
@@ -55,7 +55,7 @@ class StepModel:
         return {
             "crossover_tokens": self.crossover_tokens,
             "outside_s": self.outside_s,
-            "stages": [{"forward": asdict(s.forward), "backward": asdict(s.backward)} for s in self.stages],
+            "stages": stages_to_json(self.stages),
         }
 
 

@@ -57,26 +57,18 @@ class TrainedRun:
             _TRAINING_FLOPS * sum(self.shape.forward_flops(m.lengths) for m in s.plan.micro_batches) for s in self.steps
         )
 
-    @cached_property
-    def total_s(self) -> float:
+    def total_s(self, model: StepModel) -> float:
         """Seconds of all steps, with those of the warm-up as in `total_of`."""
-        return self.total_of([s.elapsed_s for s in self.log.steps])
+        return self.total_of([s.elapsed_s for s in self.log.steps], model)
 
-    def total_of(self, step_s: Sequence[float]) -> float:
-        """Sum of the steps' seconds, with the warm-up steps charged at the rate of the others for the work they hold.
+    def total_of(self, step_s: Sequence[float], model: StepModel) -> float:
+        """Sum of the steps' seconds, with each warm-up step at what `model` predicts, at the pace of the other steps.
 
-        Leaving the warm-up out of both work and time would favour whichever run trains its cheap documents first.
+        Leaving the warm-up out of work and time would favour the run that trains cheap documents first, and so would
+        charging it by operations: short documents take more seconds for each.
         """
-        counted_s = sum(step_s[WARM_UP_STEPS:])
-        return counted_s * sum(self.step_flops) / sum(self.step_flops[WARM_UP_STEPS:])
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.total_s
-
-    @property
-    def flops_per_s(self) -> float:
-        return sum(self.step_flops) / self.total_s
+        predicted_s = [model.step_s(s) for s in self.steps]
+        return sum(step_s[WARM_UP_STEPS:]) * sum(predicted_s) / sum(predicted_s[WARM_UP_STEPS:])
 
     @property
     def step_s_median(self) -> float:
@@ -117,14 +109,15 @@ class TrainedRun:
     def summary(self, model: StepModel) -> dict[str, Any]:
         """The run's entry in the report."""
         losses = self.losses()
+        total_s = self.total_s(model)
         if not losses:
             raise DataError("the log must hold at least one loss, got none")
         last = self.log.steps[-1].fields
         return {
             "steps": len(self.steps),
             "tokens": self.tokens,
-            "tokens_per_s": self.tokens_per_s,
-            "packed_flops_per_s": self.flops_per_s,
+            "tokens_per_s": self.tokens / total_s,
+            "packed_flops_per_s": sum(self.step_flops) / total_s,
             "step_s_median": self.step_s_median,
             "imbalance_degree": fmean(self.imbalance(model)),
             "first_loss": losses[0][1],
@@ -136,7 +129,7 @@ class TrainedRun:
             "micro_batches": sum(len(s.plan.micro_batches) for s in self.steps),
             "imbalance_degree_measured": fmean(self.measured_imbalance()[WARM_UP_STEPS:]),
             "waiting_share_of_ranks": self._waiting_share(),
-            "total_s": self.total_s,
+            "total_s": total_s,
             "predicted_s": sum(model.step_s(s) for s in self.steps),
             "pass_deviation": self._pass_deviation(model),
         }
