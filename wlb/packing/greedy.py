@@ -36,6 +36,7 @@ class GreedyPacker:
     window_batches: int = 1
 
     natural_cut: ClassVar[Literal["stream", "window"]] = "window"
+    free_counts: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.window_batches < 1:

@@ -102,6 +102,10 @@ class Packer(Protocol):
     natural_cut: ClassVar[Literal["stream", "window"]]
     """The document cut that the algorithm was published with; it works with either."""
 
+    free_counts: ClassVar[bool]
+    """Whether replicas may run any number of micro-batches, each another one; if not, all run
+    `shape.micro_batches_per_replica`, and more only in a last step."""
+
     @property
     def shape(self) -> StepShape: ...
 

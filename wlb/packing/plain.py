@@ -25,6 +25,7 @@ class PlainPacker:
     shape: StepShape
 
     natural_cut: ClassVar[Literal["stream", "window"]] = "stream"
+    free_counts: ClassVar[bool] = False
 
     @classmethod
     def build(cls, options: PackerOptions) -> PlainPacker:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from wlb.errors import ConfigError
 from wlb.packing.greedy import GreedyPacker
+from wlb.packing.makespan import MakespanPacker
 from wlb.packing.options import PackerOptions
 from wlb.packing.packer import Packer
 from wlb.packing.plain import PlainPacker
 from wlb.packing.wlb import WlbPacker
 
-PACKERS: dict[str, type[PlainPacker] | type[GreedyPacker] | type[WlbPacker]] = {
+PACKERS: dict[str, type[PlainPacker] | type[GreedyPacker] | type[WlbPacker] | type[MakespanPacker]] = {
     "plain": PlainPacker,
     "greedy": GreedyPacker,
     "wlb": WlbPacker,
+    "makespan": MakespanPacker,
 }
 
 

@@ -47,6 +47,7 @@ class WlbPacker:
     thresholds_tokens: tuple[int, ...] = ()
 
     natural_cut: ClassVar[Literal["stream", "window"]] = "window"
+    free_counts: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 1 < self.cap_windows < float("inf") or self.cap_tokens <= self.shape.window_tokens:
@@ -66,7 +67,7 @@ class WlbPacker:
         return cls(
             shape=options.shape,
             cost=options.cost,
-            cap_windows=options.cap_windows,
+            cap_windows=cls.cap_windows if options.cap_windows is None else options.cap_windows,
             thresholds_tokens=options.thresholds_tokens,
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from wlb.cost import FittedCost, MeasuredMicroBatch, fit_cost, stages_to_json, stages_to_json
+from wlb.cost import FittedCost, MeasuredMicroBatch, fit_cost, stages_to_json
 from wlb.errors import DataError
 from wlb.report.measured import MeasuredStep
 from wlb.schedule import StepTimeline, plan_timeline

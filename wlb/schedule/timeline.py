@@ -1,8 +1,7 @@
 """Start and end of every pass of a step.
 
-A pass starts when its stage has finished the pass before it and when what it needs has arrived: the activations of
-the stage before (forward), the gradients of the stage after (backward). Sending overlaps with computing; a message
-arrives `send_s` after the pass that made it.
+A pass starts when its stage has finished what its program (`wlb.schedule.program`) has before it: the pass before, and
+the messages it waits for there. A message travels for `send_s` once sender and receiver are both there for it.
 """
 
 from __future__ import annotations
@@ -12,8 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
+
 from wlb.errors import ConfigError
-from wlb.schedule.order import one_forward_one_backward
+from wlb.schedule.graph import pass_graph
+from wlb.schedule.program import PipelineShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,7 @@ class TimedPass:
     kind: Literal["forward", "backward"]
     start_s: float
     end_s: float
+    chunk: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,50 +96,58 @@ def replica_timeline(
     *,
     send_s: Sequence[float] | None = None,
     num_stages: int | None = None,
+    shape: PipelineShape | None = None,
 ) -> ReplicaTimeline:
-    """Time one replica's 1F1B step.
+    """Time one replica's step.
 
-    forward_s, backward_s: (micro-batches, stages), micro-batches in the order in which the pipeline runs them.
-    send_s: (micro-batches,) seconds for its activations, or its gradients, to reach the next stage; None is 0.
-    num_stages: needed only when there are no micro-batches.
+    forward_s, backward_s: (micro-batches, V), micro-batches in the order in which the pipeline runs them, V the
+        stages, or with virtual stages the model's stretches.
+    send_s: (micro-batches,) seconds for its activations, or its gradients, to reach the next stretch; None is 0.
+    num_stages: needed only when there are no micro-batches and no shape.
+    shape: of the pipeline; None is 1F1B without virtual stages, as Megatron runs it.
 
     Two stages, two micro-batches, forward 1, backward 2 seconds::
 
         stage 0   F0 F1 .  .  B0 B0 .  B1 B1
         stage 1   .  F0 B0 B0 F1 B1 B1 .  .      makespan 9
     """
-    num_micro_batches = len(forward_s)
-    stages = len(forward_s[0]) if forward_s else (num_stages or 1)
-    _require_shape("forward_s", forward_s, num_micro_batches, stages)
-    _require_shape("backward_s", backward_s, num_micro_batches, stages)
-    if send_s is not None and len(send_s) != num_micro_batches:
-        raise ConfigError(f"send_s must have {num_micro_batches} entries, one a micro-batch, got {len(send_s)}")
-    delay_s = [0.0] * num_micro_batches if send_s is None else send_s
-    orders = [
-        one_forward_one_backward(num_stages=stages, stage=s, num_micro_batches=num_micro_batches) for s in range(stages)
-    ]
-    timed: list[list[TimedPass]] = [[] for _ in range(stages)]
-    arrived_s: dict[tuple[str, int, int], float] = {}  # (kind, micro-batch, stage that waits for it)
-    left = sum(len(order) for order in orders)
-    while left:
-        before = left
-        for s, order in enumerate(orders):
-            while len(timed[s]) < len(order):
-                p = order[len(timed[s])]
-                is_forward = p.kind == "forward"
-                starts_chain = s == 0 if is_forward else s == stages - 1
-                ready_s = 0.0 if starts_chain else arrived_s.get((p.kind, p.micro_batch, s))
-                if ready_s is None:
-                    break
-                start_s = max(ready_s, timed[s][-1].end_s if timed[s] else 0.0)
-                end_s = start_s + (forward_s if is_forward else backward_s)[p.micro_batch][s]
-                timed[s].append(
-                    TimedPass(stage=s, micro_batch=p.micro_batch, kind=p.kind, start_s=start_s, end_s=end_s)
+    count = len(forward_s)
+    stretches = len(forward_s[0]) if forward_s else (num_stages or 1)
+    shape = shape or PipelineShape(num_stages=stretches)
+    _require_shape("forward_s", forward_s, count, shape.num_virtual_stages)
+    _require_shape("backward_s", backward_s, count, shape.num_virtual_stages)
+    if send_s is not None and len(send_s) != count:
+        raise ConfigError(f"send_s must have {count} entries, one a micro-batch, got {len(send_s)}")
+    if not count:
+        return ReplicaTimeline(stages=((),) * shape.num_stages)
+    instant = send_s is None or not any(send_s)
+    graph = pass_graph(shape, count, instant_messages=instant)
+    durations_s = np.concatenate(
+        [
+            np.asarray(forward_s, dtype=np.float64).T.ravel(),
+            np.asarray(backward_s, dtype=np.float64).T.ravel(),
+            np.zeros(count) if send_s is None else np.asarray(send_s, dtype=np.float64),
+        ]
+    )
+    rows = graph.rows(range(shape.num_virtual_stages))
+    ends_s = graph.ends(durations_s[:, None], rows)[:, 0].tolist()
+    own_s = durations_s[rows].tolist()
+    return ReplicaTimeline(
+        stages=tuple(
+            tuple(
+                TimedPass(
+                    stage=stage,
+                    micro_batch=p.micro_batch,
+                    kind=p.kind,
+                    start_s=ends_s[node] - own_s[node],
+                    end_s=ends_s[node],
+                    chunk=p.chunk,
                 )
-                arrived_s[p.kind, p.micro_batch, s + 1 if is_forward else s - 1] = end_s + delay_s[p.micro_batch]
-                left -= 1
-        assert left < before, "the order of passes cannot be executed"
-    return ReplicaTimeline(stages=tuple(tuple(passes) for passes in timed))
+                for p, node in zip(passes, nodes, strict=True)
+            )
+            for stage, (passes, nodes) in enumerate(zip(graph.passes, graph.pass_nodes, strict=True))
+        )
+    )
 
 
 def _require_shape(name: str, seconds: Sequence[Sequence[float]], num_micro_batches: int, num_stages: int) -> None:

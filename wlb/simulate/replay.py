@@ -12,17 +12,19 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from statistics import fmean, median
 from typing import Any
 
-from wlb.cost.model import CostModel, ScaledCost
+from wlb.cost.model import CostModel
 from wlb.data.stream import DocumentStream
 from wlb.documents import StepPlan
 from wlb.errors import ConfigError, PackingError
 from wlb.metrics import coefficient_of_variation, imbalance_degree
 from wlb.packing.packer import Packer
-from wlb.schedule.order import one_forward_one_backward, peak_tokens_in_flight
-from wlb.schedule.step_time import plan_timeline
+from wlb.schedule.model import PipelineModel
+from wlb.schedule.program import Sends
+from wlb.schedule.step_time import model_timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,7 @@ class Cluster:
     cost: of the whole model; each of `num_stages` equal pipeline stages has its share.
     bytes_per_token: sent from stage to stage. sync_s: gradients' synchronisation of a step.
     in_flight_tokens: most tokens that the first stage may hold; a step beyond it is a PackingError.
+    sends: whether ranks wait for their messages; see `wlb.schedule.program`.
     """
 
     cost: CostModel
@@ -39,10 +42,14 @@ class Cluster:
     bytes_per_token: int = 0
     sync_s: float = 0.0
     in_flight_tokens: int | None = None
+    sends: Sends = "blocking"
 
-    def __post_init__(self) -> None:
-        if self.num_stages < 1:
-            raise ConfigError(f"num_stages must be >= 1, got {self.num_stages}")
+    @cached_property
+    def model(self) -> PipelineModel:
+        """Raises ConfigError if num_stages, bytes_per_token or sync_s breaks a rule."""
+        return PipelineModel.equal_stages(
+            self.cost, self.num_stages, sends=self.sends, bytes_per_token=self.bytes_per_token, sync_s=self.sync_s
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +59,8 @@ class ReplayResult:
     imbalance_degree: mean over steps of max * n / sum of the micro-batches' forward seconds without fixed_s.
     step_time_over_ideal: total predicted time over the time in which the same documents, without any fixed time,
         would run if all stages of all replicas always worked.
+    lower_bound_over_ideal: no placing of the same documents in the same steps is faster: the larger, per step, of the
+        longest document's way through all stages and back, and the ideal time.
     time_per_token: predicted seconds per trained token.
     mean_delay_steps: steps from arrival to training, averaged over tokens; documents that still wait at the end
         count at their age.
@@ -64,6 +73,7 @@ class ReplayResult:
 
     imbalance_degree: float
     step_time_over_ideal: float
+    lower_bound_over_ideal: float
     time_per_token: float
     mean_delay_steps: float
     max_delay_steps: int
@@ -139,12 +149,12 @@ class _Tally:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._stage_costs = [ScaledCost(whole=cluster.cost, share=1 / cluster.num_stages)] * cluster.num_stages
+        self._model = cluster.model
         self.step_tokens: list[int] = []
         self._imbalance: list[float] = []
         self._micro_batches: list[int] = []
         self._plan_ms: list[float] = []
-        self._total_s = self._ideal_s = 0.0
+        self._total_s = self._ideal_s = self._bound_s = 0.0
         self._delay_token_steps = self._max_delay = self._max_tokens = self._max_in_flight = 0
 
     def add(self, plan: StepPlan, *, plan_s: float) -> None:
@@ -157,10 +167,11 @@ class _Tally:
         idle_backward_s = cost.backward_s(())
         backward_s = [cost.backward_s(m.lengths) - idle_backward_s for m in batches]
         self._imbalance.append(imbalance_degree(forward_s))
-        self._ideal_s += (sum(forward_s) + sum(backward_s)) / (pp * len(plan.replicas)) + self._cluster.sync_s
-        self._total_s += plan_timeline(
-            plan, self._stage_costs, bytes_per_token=self._cluster.bytes_per_token, sync_s=self._cluster.sync_s
-        ).makespan_s
+        ideal_s = (sum(forward_s) + sum(backward_s)) / (pp * len(plan.replicas))
+        longest = [max(m.max_seqlen for m in batches)]
+        self._ideal_s += ideal_s + self._model.sync_s
+        self._bound_s += max(ideal_s, cost.forward_s(longest) + cost.backward_s(longest)) + self._model.sync_s
+        self._total_s += model_timeline(plan, self._model).makespan_s
         self._max_tokens = max(self._max_tokens, *(m.num_tokens for m in batches))
         self._add_in_flight(plan)
         for m in batches:
@@ -177,6 +188,7 @@ class _Tally:
         return ReplayResult(
             imbalance_degree=fmean(self._imbalance),
             step_time_over_ideal=self._total_s / self._ideal_s,
+            lower_bound_over_ideal=self._bound_s / self._ideal_s,
             time_per_token=self._total_s / trained_tokens,
             mean_delay_steps=self._delay_token_steps / (trained_tokens + waiting_tokens),
             max_delay_steps=self._max_delay,
@@ -200,10 +212,7 @@ class _Tally:
     def _add_in_flight(self, plan: StepPlan) -> None:
         limit = self._cluster.in_flight_tokens
         for replica in plan.replicas:
-            order = one_forward_one_backward(
-                num_stages=self._cluster.num_stages, stage=0, num_micro_batches=len(replica)
-            )
-            held = peak_tokens_in_flight(order, [m.num_tokens for m in replica])
+            held = self._model.shape.first_stage_peak_tokens([m.num_tokens for m in replica])
             if limit is not None and held > limit:
                 raise PackingError(
                     f"tokens in flight on the first stage must be <= {limit}, got {held} (step {plan.step})"

@@ -250,4 +250,4 @@ def test_registered_packers_conserve_documents_over_a_run_with_a_resume_at_every
     assert total_tokens(documents) <= 10 * SHAPE.budget_tokens
     unbroken = build(num_steps=10, cut=cut, packer=build_packer(name, options))
     assert trained([unbroken.next_step() for _ in range(10)]) == documents
-    assert waited > 0 or name == "plain"
+    assert waited > 0 or name in ("plain", "makespan")

@@ -5,7 +5,14 @@ import pytest
 from wlb.cost import CrossoverCost, ScaledCost
 from wlb.documents import MicroBatch, StepPlan, documents_from_lengths
 from wlb.errors import ConfigError
-from wlb.schedule import StepTimeline, one_forward_one_backward, plan_timeline, replica_timeline
+from wlb.schedule import (
+    PipelineShape,
+    StepTimeline,
+    interleaved_one_forward_one_backward,
+    one_forward_one_backward,
+    plan_timeline,
+    replica_timeline,
+)
 from wlb.schedule.order import peak_tokens_in_flight
 
 
@@ -34,6 +41,30 @@ def test_order_refuses_nonsense():
         one_forward_one_backward(num_stages=0, stage=0, num_micro_batches=1)
     with pytest.raises(ConfigError, match=r"stage must be in \[0, num_stages = 2\), got 2"):
         one_forward_one_backward(num_stages=2, stage=2, num_micro_batches=1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "count", "expected"),
+    [
+        (0, 2, "F0 F1 F0' F1' B0' B1' B0 B1"),
+        (1, 2, "F0 F1 F0' B0' F1' B1' B0 B1"),
+        (0, 4, "F0 F1 F0' F1' F2 B0' F3 B1' F2' B0 F3' B1 B2' B3' B2 B3"),
+    ],
+)
+def test_interleaved_order(stage, count, expected):
+    passes = interleaved_one_forward_one_backward(
+        num_stages=2, stage=stage, num_micro_batches=count, num_chunks=2, group_size=2
+    )
+    names = [f"{p.kind[0].upper()}{p.micro_batch}{chr(39) * p.chunk}" for p in passes]
+    assert " ".join(names) == expected
+
+
+def test_a_chunk_holds_its_share_of_the_tokens():
+    # F0 F1 F0' F1' held at once: both chunks of both
+    passes = interleaved_one_forward_one_backward(
+        num_stages=2, stage=0, num_micro_batches=2, num_chunks=2, group_size=2
+    )
+    assert peak_tokens_in_flight(passes, [5, 2], num_chunks=2) == 7
 
 
 def test_tokens_in_flight():
@@ -73,6 +104,35 @@ def test_one_large_micro_batch_stalls_every_stage():
 def test_without_a_pipeline_nothing_waits():
     timeline = replica_timeline([[3], [1]], [[5], [2]])
     assert (timeline.makespan_s, timeline.bubble) == (11, 0)
+
+
+def test_a_sender_waits_for_its_receiver():
+    """Stage 1 takes micro-batch 1 once it has handed on micro-batch 0, and until then stage 0 cannot start its next
+    forward; a buffered send lets it."""
+    forward_s, backward_s = [[1, 5, 1], [1, 1, 1], [4, 1, 1]], [[0, 0, 0]] * 3
+    begin_s = {
+        sends: replica_timeline(forward_s, backward_s, shape=PipelineShape(num_stages=3, sends=sends))
+        .stages[0][2]
+        .start_s
+        for sends in ("blocking", "buffered")
+    }
+    assert begin_s == {"blocking": 6, "buffered": 2}
+
+
+@pytest.mark.parametrize("sends", ["blocking", "overlapped", "buffered"])
+def test_virtual_stages_shrink_the_bubble(sends):
+    # equal micro-batches: pp - 1 passes of one chunk idle instead of pp - 1 of a whole stage
+    shape = PipelineShape(num_stages=4, num_chunks=2, sends=sends)
+    timeline = replica_timeline([[0.5] * 8] * 8, [[1.0] * 8] * 8, shape=shape)
+    assert timeline.makespan_s == 3 * 8 + 3 * 1.5
+    assert {p.chunk for p in timeline.stages[0]} == {0, 1}
+
+
+def test_the_last_stretch_may_be_longer():
+    # a loss head of 1 second on the last of two stages: it is the bottleneck, every micro-batch waits for it
+    timeline = replica_timeline([[1, 2]] * 3, [[2, 4]] * 3)
+    assert timeline.busy_s == (9, 18)
+    assert timeline.makespan_s == 1 + 18 + 2
 
 
 def test_sending_delays_the_next_stage():

@@ -12,6 +12,7 @@ REPOSITORY = Path(__file__).parents[3]
 FIELDS = {
     "imbalance_degree",
     "step_time_over_ideal",
+    "lower_bound_over_ideal",
     "time_per_token",
     "speedup_vs_plain",
     "mean_delay_steps",
@@ -42,7 +43,8 @@ def _run(lengths_file, *more):
 
 
 def test_the_table_and_the_json_hold_every_field(lengths_file, tmp_path):
-    done = _run(lengths_file, "--in-flight-windows", "6", "--dp", "2", "--json", str(tmp_path / "out.json"))
+    packers = ["--packers", "plain,greedy,wlb"]
+    done = _run(lengths_file, "--in-flight-windows", "6", "--dp", "2", *packers, "--json", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "out.json").read_text())
     assert list(report["packers"]) == ["plain", "greedy", "wlb"]
@@ -69,11 +71,49 @@ def test_the_same_pieces_for_every_packer_and_thresholds_by_hand(lengths_file, t
     assert report["packers"]["wlb"]["speedup_vs_plain"] is None  # plain was not asked for
 
 
+@pytest.mark.parametrize("shuffle", ["stream", "numpy"])
+def test_makespan_is_faster_with_the_same_documents_and_memory(lengths_file, tmp_path, shuffle):
+    exact = [
+        "--packers",
+        "plain,makespan",
+        "--max-delay-steps",
+        "0",
+        "--cap-windows",
+        "1.0",
+        "--in-flight-windows",
+        "PP",
+    ]
+    more = ["--dp", "2", "--search-evaluations", "64", "--curve-steps", "5", "--shuffle", shuffle]
+    done = _run(lengths_file, *exact, *more, "--json", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stderr
+    plain, makespan = json.loads((tmp_path / "out.json").read_text())["packers"].values()
+    for result in (plain, makespan):
+        assert result["max_in_flight_tokens"] <= 4 * 4096
+        assert result["max_micro_batch_tokens"] <= 4096
+        assert (result["mean_delay_steps"], result["documents_waiting"], result["step_tokens_cv"]) == (0, 0, 0)
+        assert 1 <= result["lower_bound_over_ideal"] <= result["step_time_over_ideal"]
+    assert plain["documents_in"] == makespan["documents_in"]
+    assert plain["lower_bound_over_ideal"] == pytest.approx(makespan["lower_bound_over_ideal"])
+    assert makespan["speedup_vs_plain"] > 1.1
+    curve = makespan["search_curve"]
+    assert [point["evaluations"] for point in curve] == [0, 4, 16, 64, 256]
+    times = [point["step_time_over_ideal"] for point in curve]
+    assert times == sorted(times, reverse=True)
+    assert times[-1] < times[0]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--packers", "plain,best"], "packer must be one of plain, greedy, wlb, got 'best'"),
+        (["--packers", "plain,best"], "packer must be one of plain, greedy, wlb, makespan, got 'best'"),
         (["--cap-windows", "1"], "cap_windows must be > 1"),
+        (
+            ["--packers", "makespan", "--cap-windows", "0.5"],
+            "cap_tokens must be >= the window of 4096 tokens, got 2048",
+        ),
+        (["--packers", "makespan", "--in-flight-windows", "0.5"], "in_flight_tokens must be >= cap_tokens = 4096"),
+        (["--in-flight-windows", "many"], "--in-flight-windows must be a number or PP, got 'many'"),
+        (["--search-evaluations", "-1"], "search_evaluations must be >= 0, got -1"),
         (["--thresholds", "9,5"], "thresholds_tokens must increase strictly"),
         (["--thresholds", "9,x"], "--thresholds must be whole tokens or 'none', got '9,x'"),
         (["--in-flight-windows", "3"], "tokens in flight on the first stage must be <= 12288, got 16384 (step 0)"),

@@ -39,6 +39,7 @@ def test_plain_by_hand():
     result = _replay("plain", [8, 4, 4])
     assert result.imbalance_degree == pytest.approx(2 * 2 / 3.5)
     assert result.step_time_over_ideal == pytest.approx(1)
+    assert result.lower_bound_over_ideal == pytest.approx(1)  # the 8 alone takes 6.5 of 11.25 seconds
     assert result.time_per_token == pytest.approx(11.25 / 16)
     assert (result.mean_delay_steps, result.max_delay_steps, result.step_tokens_cv) == (0, 0, 0)
     assert (result.max_micro_batch_tokens, result.max_in_flight_tokens) == (8, 8)
@@ -50,6 +51,7 @@ def test_the_slowest_replica_and_the_overhead_count_against_plain():
     # [8] on one replica, [4, 4] on the other; overhead of 8 tokens: 1 second forward, 2 backward
     result = _replay("plain", [8, 4, 4], dp=2, micro_batches=1, overhead=8)
     assert result.step_time_over_ideal == pytest.approx((2 + 4.5 + 3) / (11.25 / 2))
+    assert result.lower_bound_over_ideal == result.step_time_over_ideal  # nothing can be done about the 8
 
 
 def test_delay_counts_trained_and_waiting_tokens():

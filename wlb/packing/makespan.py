@@ -1,0 +1,202 @@
+"""Packing for the step: the plan whose predicted step is shortest, with the very documents that plain would train.
+
+A step does not take as long as its largest micro-batch. More and smaller micro-batches shrink the pipeline's bubble, a
+long document is hidden behind others or is not, replicas wait for the slowest: all of it is in the timing model of
+`wlb.schedule`, and this packer asks that model. (Hydraulis, arXiv 2412.07894, chooses the number of micro-batches by
+a closed form; DynaPipe, arXiv 2311.10418, orders micro-batches of unequal length.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from wlb.documents import Document, MicroBatch, StepPlan, total_tokens
+from wlb.errors import ConfigError
+from wlb.packing.makespan_replica import Replica
+from wlb.packing.makespan_search import BATCH, Search
+from wlb.packing.makespan_start import HUGE, Starter
+from wlb.packing.makespan_timer import NEVER, ReplicaTimer
+from wlb.packing.makespan_work import StepWork, WorkTable
+from wlb.packing.options import PackerOptions
+from wlb.packing.packer import PackerState, StepShape
+from wlb.packing.placement import require_fit
+from wlb.packing.plain import next_fit
+from wlb.schedule.model import PipelineModel
+
+_CLOSE = 1000  # stop within one in so many of a time that no plan can beat
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakespanPacker:
+    """Chooses contents, number, replica and order of a step's micro-batches for the shortest predicted step.
+
+    Every document is trained in the step in which it arrives; with the stream cut those are the very pieces that
+    plain trains in that step. Two caps are never exceeded:
+
+    cap_tokens: of a micro-batch; None is one window.
+    in_flight_tokens: whose activations the first stage holds at once; None is what the schedule holds for plain.
+
+    pipeline: what the step's time is predicted with.
+    search_evaluations: candidates that are timed after the start; None is about 20 ms worth. The search is
+        deterministic, and more evaluations never give a slower plan. Up to 20,000 documents no plan is slower than
+        plain's.
+    equal_counts: every replica runs equally many micro-batches (expert parallelism hangs otherwise).
+    count_multiple: a replica's micro-batches are a multiple of it, beyond what virtual stages ask.
+    """
+
+    shape: StepShape
+    pipeline: PipelineModel
+    cap_tokens: int
+    in_flight_tokens: int
+    search_evaluations: int
+    equal_counts: bool = False
+    count_multiple: int = 1
+    _table: WorkTable = field(init=False, repr=False, compare=False)
+    _timer: ReplicaTimer = field(init=False, repr=False, compare=False)
+
+    natural_cut: ClassVar[Literal["stream", "window"]] = "stream"
+    free_counts: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        window_tokens, per_replica = self.shape.window_tokens, self.shape.micro_batches_per_replica
+        if self.cap_tokens < window_tokens:
+            raise ConfigError(f"cap_tokens must be >= the window of {window_tokens} tokens, got {self.cap_tokens}")
+        if self.in_flight_tokens < self.cap_tokens:
+            raise ConfigError(
+                f"in_flight_tokens must be >= cap_tokens = {self.cap_tokens}, or a full micro-batch could never run, "
+                f"got {self.in_flight_tokens}"
+            )
+        if self.search_evaluations < 0:
+            raise ConfigError(f"search_evaluations must be >= 0, got {self.search_evaluations}")
+        if self.count_multiple < 1:
+            raise ConfigError(f"count_multiple must be >= 1, got {self.count_multiple}")
+        if not self._takes(per_replica):
+            raise ConfigError(
+                f"micro_batches_per_replica must be a multiple of count_multiple = {self.count_multiple} that the "
+                f"schedule of {self.pipeline.shape.num_stages} stages with {self.pipeline.shape.num_chunks} chunks "
+                f"takes, got {per_replica}"
+            )
+        object.__setattr__(self, "_table", WorkTable(self.pipeline))
+        timer = ReplicaTimer(self.pipeline, cap_tokens=self.cap_tokens, in_flight_tokens=self.in_flight_tokens)
+        object.__setattr__(self, "_timer", timer)
+
+    @classmethod
+    def build(cls, options: PackerOptions) -> MakespanPacker:
+        shape = options.shape
+        pipeline = options.pipeline or PipelineModel(stretch_costs=(options.cost,))
+        cap_windows = 1.0 if options.cap_windows is None else options.cap_windows
+        cap_tokens = int(cap_windows * shape.window_tokens)
+        if options.in_flight_windows is None:
+            in_flight_tokens = max(cap_tokens, plain_in_flight_tokens(shape, pipeline))
+        else:
+            in_flight_tokens = int(options.in_flight_windows * shape.window_tokens)
+        return cls(
+            shape=shape,
+            pipeline=pipeline,
+            cap_tokens=cap_tokens,
+            in_flight_tokens=in_flight_tokens,
+            search_evaluations=(
+                default_evaluations(shape, pipeline)
+                if options.search_evaluations is None
+                else options.search_evaluations
+            ),
+            equal_counts=options.equal_counts,
+            count_multiple=options.count_multiple,
+        )
+
+    @property
+    def thresholds_tokens(self) -> tuple[int, ...]:
+        return ()
+
+    def initial_state(self) -> PackerState:
+        return PackerState()
+
+    def wanted_tokens(self, state: PackerState, *, steps_left: int | None = None) -> int:
+        return (state.step + 1) * self.shape.budget_tokens - state.drawn_tokens
+
+    def plan_step(
+        self, state: PackerState, arrivals: Sequence[Document], *, steps_left: int | None = None
+    ) -> tuple[StepPlan, PackerState]:
+        documents = (*state.carried, *arrivals)
+        require_fit(documents, limit_tokens=self.cap_tokens)
+        work = self._table.step_work(documents)
+        plan = StepPlan(
+            step=state.step,
+            replicas=tuple(
+                tuple(MicroBatch(documents=tuple(work.documents[d] for d in sorted(m))) for m in replica.micro_batches)
+                for replica in self._replicas(work, documents)
+            ),
+            waiting=(),
+        )
+        return plan, PackerState(step=state.step + 1, drawn_tokens=state.drawn_tokens + total_tokens(arrivals))
+
+    def _replicas(self, work: StepWork, documents: Sequence[Document]) -> list[Replica]:
+        starter = Starter(
+            work,
+            self._timer,
+            num_replicas=self.shape.num_replicas,
+            num_stages=self.pipeline.shape.num_stages,
+            per_replica=self.shape.micro_batches_per_replica,
+            takes=self._takes,
+            equal_counts=self.equal_counts,
+        )
+        members = starter.members()
+        if members is None or work.num_documents <= HUGE:
+            plain = self._plain(work, documents)
+            if members is None or _slowest(plain) < _slowest([m[0] for m in members]):
+                members = [[r] for r in plain]
+        bound = self.lower_bound_ns(work)
+        search = Search(
+            members,
+            self._timer,
+            evaluations=self.search_evaluations,
+            takes=(lambda _: False) if self.equal_counts else self._takes,
+            close_to=bound + bound // _CLOSE,
+        )
+        return search.run()
+
+    def lower_bound_ns(self, work: StepWork) -> int:
+        """Nanoseconds that no plan can beat: the longest document's own path, and all work spread evenly."""
+        if not work.num_documents:
+            return 0
+        stages = self.pipeline.shape.num_stages * self.shape.num_replicas
+        return max(int(work.total.max()), int(work.total.sum()) // stages)
+
+    def _plain(self, work: StepWork, documents: Sequence[Document]) -> list[Replica]:
+        """What plain would do, in as many micro-batches as it takes to keep both caps."""
+        column = {d.doc_id: i for i, d in enumerate(work.documents)}
+        packs = [[column[d.doc_id] for d in p] for p in next_fit(documents, window_tokens=self.cap_tokens)]
+        num_replicas = self.shape.num_replicas
+        gap = 0
+        while True:
+            # Documents that were not cut for this can need more in flight than plain would. Micro-batches without
+            # documents between theirs then keep the first stage within its cap.
+            groups = [[*([[]] * gap * (i >= num_replicas)), p] for i, p in enumerate(packs)]
+            dealt = [[m for group in groups[r::num_replicas] for m in group] for r in range(num_replicas)]
+            count = max(1, *(len(d) for d in dealt))
+            while not self._takes(count):
+                count += 1
+            replicas = [Replica.timed(work, [*d, *([[]] * (count - len(d)))], self._timer) for d in dealt]
+            if _slowest(replicas) < NEVER:
+                return replicas
+            gap += 1
+
+    def _takes(self, count: int) -> bool:
+        return count % self.count_multiple == 0 and self.pipeline.shape.takes(count)
+
+
+def plain_in_flight_tokens(shape: StepShape, pipeline: PipelineModel) -> int:
+    """Tokens that the first stage holds when every micro-batch is a full window."""
+    return pipeline.shape.first_stage_peak_tokens([shape.window_tokens] * shape.micro_batches_per_replica)
+
+
+def default_evaluations(shape: StepShape, pipeline: PipelineModel) -> int:
+    """Candidates that about 20 ms of one core time: a batch costs 0.25 ms and more the larger the pipeline is."""
+    passes = pipeline.shape.num_virtual_stages * shape.micro_batches_per_replica
+    return BATCH * max(4, round(20 / (0.25 + 0.0025 * passes)))
+
+
+def _slowest(replicas: Sequence[Replica]) -> int:
+    return max(r.time for r in replicas)
