@@ -6,7 +6,7 @@ Every run trains the quickstart's GPT with 2 processes over gloo (scripts/quicks
 runs train the very same pieces of documents in as many steps; which of the two goes first alternates from pair to
 pair. Before them one plain run over documents in another order (--calibration-seed) measures the costs: its fit gives
 the packer its crossover and predicts, from lengths alone, the seconds of the pairs' runs. The first steps of each run
-are warm-up and are charged at the rate of the others (see docs/quickstart.md).
+are warm-up and are charged at the pace of the others (see docs/telemetry.md).
 
 A pair's ratio is the balanced run's rate over the plain one's, per token and per operation; the result is the median
 over pairs. Where other programs use the machine now and then, whole runs are hit: the ratio of step medians, in which
@@ -132,7 +132,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "window": calibration.window_tokens,
         "crossover_over_window": model.crossover_tokens / calibration.window_tokens,
         **result,
-        "speedup_of_step_medians": _step_medians_s(trained["plain"]) / _step_medians_s(trained["wlb"]),
+        "speedup_of_step_medians": (_step_medians_s(trained["plain"], model) / _step_medians_s(trained["wlb"], model)),
         "measured_over_predicted": result["speedup"] / result["predicted_speedup"],
         "measured_over_predicted_work": result["speedup_work"] / result["predicted_speedup_work"],
         "cost": model.to_json(),
@@ -140,10 +140,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _step_medians_s(runs: list[TrainedRun]) -> float:
+def _step_medians_s(runs: list[TrainedRun], model: StepModel) -> float:
     """Seconds of a run each of whose steps takes its median over `runs`, which all trained the same steps."""
     steps = zip(*(run.log.steps for run in runs), strict=True)
-    return runs[0].total_of([median(logged.elapsed_s for logged in step) for step in steps])
+    return runs[0].total_of([median(logged.elapsed_s for logged in step) for step in steps], model)
 
 
 def _pair(
