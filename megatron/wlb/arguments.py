@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from wlb.cost import CostModel, CrossoverCost, ProfiledCost, TransformerShape
+from wlb.cost import CrossoverCost, PipelineCosts, TransformerShape, equal_stages, load_pipeline_costs
 from wlb.errors import ConfigError
 from wlb.packing import DEFAULT_NUM_QUEUES, PACKERS
 
-_DEFAULT_PACKER = "wlb"
+_DEFAULT_PACKER = "makespan"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +25,13 @@ class WlbOptions:
 
     packing: str
     document_cut: Literal["stream", "window"]
-    cap_windows: float
+    cap_windows: float | None
+    in_flight_windows: float | None
+    search_evaluations: int | None
     num_queues: int
     thresholds_tokens: tuple[int, ...] | None
     greedy_window_batches: int
-    cost: CostModel
+    costs: PipelineCosts
     steps_ahead: int
     ledger: Path | None
     timeline: Path | None
@@ -56,8 +58,26 @@ def add_wlb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     add(
         "--wlb-cap-windows",
         type=float,
-        default=1.5,
-        help="Most tokens of a micro-batch, in multiples of --seq-length, for packers of variable length.",
+        help="Most tokens of a micro-batch, in multiples of --seq-length, for packers of variable length. Default: 1 "
+        "for makespan, which then needs no more memory than plain; 1.5 for wlb, which cannot do with less.",
+    )
+    add(
+        "--wlb-in-flight-windows",
+        type=float,
+        help="Most tokens whose activations the first pipeline stage holds at once, in multiples of --seq-length, for "
+        "packer makespan. Default: what 1F1B holds for plain.",
+    )
+    add(
+        "--wlb-search-evaluations",
+        type=int,
+        help="Candidate plans that packer makespan times in a step. Default: about 20 ms worth.",
+    )
+    add(
+        "--wlb-max-delay-steps",
+        type=int,
+        default=0,
+        help="Longest wait of a document under packer makespan. Only 0 in this version: each step trains the very "
+        "pieces that plain would train in it.",
     )
     add(
         "--wlb-num-queues",
@@ -78,7 +98,18 @@ def add_wlb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         help="Document length, in tokens, at which attention takes as long as all else. Default: by counting "
         "floating-point operations of the model.",
     )
-    add("--wlb-cost-profile", type=Path, help="JSON of measured costs; overrides --wlb-crossover.")
+    add(
+        "--wlb-overhead-tokens",
+        type=float,
+        default=1000,
+        help="What a micro-batch costs a pipeline stage however short it is, as the time of so many tokens.",
+    )
+    add(
+        "--wlb-cost-profile",
+        type=Path,
+        help="JSON of measured costs, of the model or of each pipeline stage (tools/report.py cost writes it); "
+        "overrides --wlb-crossover and --wlb-overhead-tokens.",
+    )
     add(
         "--wlb-plan-ahead",
         type=int,
@@ -106,16 +137,20 @@ def wlb_options(args: Namespace) -> WlbOptions | None:
     thresholds = None if args.wlb_thresholds is None else tuple(args.wlb_thresholds)
     if thresholds is not None and list(thresholds) != sorted(set(thresholds)):
         raise ConfigError(f"--wlb-thresholds must increase strictly, got {' '.join(map(str, thresholds))}")
+    if args.wlb_max_delay_steps != 0:
+        raise ConfigError(f"--wlb-max-delay-steps must be 0 in this version, got {args.wlb_max_delay_steps}")
     if args.wlb_plan_ahead < 0:
         raise ConfigError(f"--wlb-plan-ahead must be >= 0, got {args.wlb_plan_ahead}")
     return WlbOptions(
         packing=args.wlb_packing,
         document_cut=args.wlb_document_cut or PACKERS[args.wlb_packing].natural_cut,
         cap_windows=args.wlb_cap_windows,
+        in_flight_windows=args.wlb_in_flight_windows,
+        search_evaluations=args.wlb_search_evaluations,
         num_queues=args.wlb_num_queues,
         thresholds_tokens=thresholds,
         greedy_window_batches=args.wlb_greedy_window,
-        cost=_cost_model(args),
+        costs=_pipeline_costs(args),
         steps_ahead=args.wlb_plan_ahead,
         ledger=args.wlb_ledger,
         timeline=args.wlb_timeline,
@@ -221,18 +256,22 @@ def _refuse_unsupported(args: Namespace) -> None:
             raise ConfigError(f"{option} {rule} with --wlb-packing, got {value}")
 
 
-def _cost_model(args: Namespace) -> CostModel:
+def _pipeline_costs(args: Namespace) -> PipelineCosts:
+    num_stages = args.pipeline_model_parallel_size
     if args.wlb_cost_profile is not None:
-        return ProfiledCost.load(args.wlb_cost_profile)
-    if args.wlb_crossover is not None:
-        return CrossoverCost(crossover_tokens=args.wlb_crossover)
-    return TransformerShape(
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=args.ffn_hidden_size,
-        num_layers=args.num_layers,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        head_size=args.kv_channels,
-        vocab_size=args.padded_vocab_size or args.vocab_size or 0,
-        gated=args.swiglu,
-    ).cost()
+        return load_pipeline_costs(args.wlb_cost_profile, num_stages)
+    crossover_tokens = args.wlb_crossover
+    if crossover_tokens is None:
+        crossover_tokens = TransformerShape(
+            hidden_size=args.hidden_size,
+            ffn_hidden_size=args.ffn_hidden_size,
+            num_layers=args.num_layers,
+            num_attention_heads=args.num_attention_heads,
+            num_query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+            head_size=args.kv_channels,
+            vocab_size=args.padded_vocab_size or args.vocab_size or 0,
+            gated=args.swiglu,
+        ).crossover_tokens
+    # Overhead is per stage: the whole model, if it were one stage, would pay it once for each.
+    whole = CrossoverCost(crossover_tokens=crossover_tokens, overhead_tokens=args.wlb_overhead_tokens * num_stages)
+    return equal_stages(whole, num_stages)

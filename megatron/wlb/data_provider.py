@@ -18,6 +18,7 @@ from megatron.wlb.token_files import TokenFiles
 from wlb.data.index_file import index_lengths
 from wlb.data.plan_source import InlineSource, PlannerSpec, PlanSource, ProcessSource
 from wlb.packing import PackerOptions, StepShape, derive_thresholds
+from wlb.schedule import PipelineModel, PipelineShape
 
 PADDING_TOKEN = 0  # any valid id: padding is never trained
 _THRESHOLD_SAMPLE = 200_000
@@ -56,10 +57,17 @@ def packer_options(args: Namespace, options: WlbOptions, files: TokenFiles) -> P
             )
     return PackerOptions(
         shape=shape,
-        cost=options.cost,
+        cost=options.costs.whole,
         cap_windows=options.cap_windows,
         thresholds_tokens=thresholds,
         greedy_window_batches=options.greedy_window_batches,
+        pipeline=PipelineModel(
+            shape=PipelineShape(num_stages=args.pipeline_model_parallel_size), stretch_costs=options.costs.stages
+        ),
+        in_flight_windows=options.in_flight_windows,
+        search_evaluations=options.search_evaluations,
+        # The all-to-all of expert parallelism joins replicas in every micro-batch: with unequal counts it hangs.
+        equal_counts=args.expert_model_parallel_size > 1,
     )
 
 
@@ -96,7 +104,7 @@ def packed_dataset_provider(
             options=packer,
             num_steps=saved_step + args.train_iters - args.iteration,
             replica=here.dp_rank,
-            cost=options.cost,
+            cost=options.costs.whole,
             pad_to_multiple=pad_multiple(args),
             keeps_ledger=options.ledger is not None and here.rank == 0,
             restored=restored.get("train"),
@@ -136,10 +144,10 @@ def _evaluation_spec(
         cut="stream",
         seed=args.seed,
         packer="plain",
-        options=PackerOptions(shape=shape, cost=options.cost),
+        options=PackerOptions(shape=shape, cost=options.costs.whole),
         num_steps=None,
         replica=dims.dp_rank,
-        cost=options.cost,
+        cost=options.costs.whole,
         pad_to_multiple=pad_multiple(args),
         restored=restored,
     )

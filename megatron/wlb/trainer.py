@@ -63,11 +63,13 @@ def _train_packed(args: Namespace, options: Any, *, on_cpu: bool) -> None:
     from megatron.wlb.step import packed_forward_step
     from megatron.wlb.telemetry import Telemetry
     from megatron.wlb.token_files import open_token_files
+    from wlb.packing import build_packer
 
     for sentence in adapt_megatron_arguments(args):
         print_rank_0(f"> --wlb-packing: {sentence}")
     files = open_token_files(args, vocab_size=args.padded_vocab_size)
     packer = packer_options(args, options, files)
+    build_packer(options.packing, packer)  # caps that cannot hold are refused here, before any process group exists
     print_rank_0(
         f"> --wlb-packing {options.packing}: thresholds {packer.thresholds_tokens}, cut {options.document_cut}"
     )

@@ -13,6 +13,7 @@ from tests.harness.training import Layout, Run, train
 ITERATIONS = 8
 PACKERS = {
     "plain": [],
+    "makespan": ["--wlb-overhead-tokens", "2", "--wlb-crossover", "16"],
     "greedy": ["--wlb-greedy-window", "2"],
     "wlb": ["--wlb-thresholds", "24", "40"],
 }
