@@ -87,6 +87,7 @@ def cpu_as_device() -> Iterator[bool]:
         _replace_random_states(undo)
         _replace_factories(undo)
         _replace_moves(undo)
+        _replace_all_to_all(undo)
         _replace_megatron(undo)
         yield True
 
@@ -141,7 +142,7 @@ def _replace_cuda_module(undo: ExitStack) -> None:
     # Data loaders ask this one before they pin memory.
     replace(undo, torch.accelerator, "is_available", lambda: False)
     # Compiling for the CPU takes minutes and needs a C++ compiler; Megatron decorates with torch.compile on import.
-    replace(undo, torch._dynamo.config, "disable", True)
+    undo.enter_context(torch.compiler.set_stance("force_eager"))
 
 
 def _replace_random_states(undo: ExitStack) -> None:
@@ -210,6 +211,23 @@ def _replace_moves(undo: ExitStack) -> None:
     for owner in (torch.Tensor, torch.nn.Module):
         replace(undo, owner, "cuda", stay)
     replace(undo, torch.Tensor, "pin_memory", stay)
+
+
+def _replace_all_to_all(undo: ExitStack) -> None:
+    """Token dispatchers of mixtures of experts give split sizes as a tensor, which gloo's binding does not take."""
+    original = torch.distributed.all_to_all_single
+
+    def all_to_all_single(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        sizes = (s.tolist() if torch.is_tensor(s) else s for s in (output_split_sizes, input_split_sizes))
+        return original(output, input, *sizes, **kwargs)
+
+    replace(undo, torch.distributed, "all_to_all_single", all_to_all_single)
 
 
 def _replace_megatron(undo: ExitStack) -> None:

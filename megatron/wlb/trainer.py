@@ -51,13 +51,14 @@ def run(argv: Sequence[str] | None = None) -> None:
 
 
 def _train_packed(args: Namespace, options: Any, *, on_cpu: bool) -> None:
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
     from megatron.training.utils import print_rank_0
 
     from megatron.wlb.arguments import adapt_megatron_arguments
     from megatron.wlb.data_provider import packed_dataset_provider, packer_options
     from megatron.wlb.parallel import ParallelDims
-    from megatron.wlb.patches import log_line, rope_thd, schedule
+    from megatron.wlb.patches import log_line, moe_metrics, rope_thd, schedule
     from megatron.wlb.patches.registry import applied
     from megatron.wlb.pipeline import run_planned
     from megatron.wlb.step import packed_forward_step
@@ -84,7 +85,17 @@ def _train_packed(args: Namespace, options: Any, *, on_cpu: bool) -> None:
     def run_schedule(chosen: Callable[..., Any], call: dict[str, Any]) -> Any:
         return run_planned(chosen, ParallelDims.current(), telemetry, call)
 
-    patches = [rope_thd.PATCH, schedule.make_patch(run_schedule), log_line.make_patch(telemetry.log_suffix)]
+    def nominal_over_run() -> float:
+        return (
+            get_num_microbatches() * args.data_parallel_size / iterators[0].current_step().statistics.num_micro_batches
+        )
+
+    patches = [
+        rope_thd.PATCH,
+        schedule.make_patch(run_schedule),
+        log_line.make_patch(telemetry.log_suffix),
+        moe_metrics.make_patch(nominal_over_run),
+    ]
     provider = packed_dataset_provider(args, options, files, packer, ParallelDims.current, iterators.append)
     with applied(patches):
         try:
