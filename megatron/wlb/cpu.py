@@ -224,8 +224,8 @@ def _replace_all_to_all(undo: ExitStack) -> None:
         input_split_sizes: Any = None,
         **kwargs: Any,
     ) -> Any:
-        sizes = (s.tolist() if torch.is_tensor(s) else s for s in (output_split_sizes, input_split_sizes))
-        return original(output, input, *sizes, **kwargs)
+        outputs, inputs = (s.tolist() if torch.is_tensor(s) else s for s in (output_split_sizes, input_split_sizes))
+        return original(output, input, outputs, inputs, **kwargs)
 
     replace(undo, torch.distributed, "all_to_all_single", all_to_all_single)
 

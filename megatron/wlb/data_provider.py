@@ -12,6 +12,7 @@ from megatron.training.utils import print_rank_0
 
 from megatron.wlb.arguments import WlbOptions
 from megatron.wlb.batch import PackedIterator
+from megatron.wlb.batch_schedule import batch_ramp, final_batch_size
 from megatron.wlb.checkpoint import load_state, saved_state_path
 from megatron.wlb.parallel import ParallelDims
 from megatron.wlb.token_files import TokenFiles
@@ -46,7 +47,7 @@ def pad_multiple(args: Namespace) -> int:
 
 def packer_options(args: Namespace, options: WlbOptions, files: TokenFiles) -> PackerOptions:
     """What the training packer is built from; thresholds follow from the training split where none are given."""
-    shape = step_shape(args, batch_size=args.global_batch_size)
+    shape = step_shape(args, batch_size=final_batch_size(args))
     thresholds = options.thresholds_tokens
     if thresholds is None:
         thresholds = ()
@@ -108,6 +109,7 @@ def packed_dataset_provider(
             pad_to_multiple=pad_multiple(args),
             keeps_ledger=options.ledger is not None and here.rank == 0,
             restored=restored.get("train"),
+            ramp=batch_ramp(args, first_step=saved_step),
         )
         source: PlanSource = InlineSource(spec)
         if options.steps_ahead:

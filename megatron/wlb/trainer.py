@@ -77,7 +77,10 @@ def _train_packed(args: Namespace, options: Any, *, on_cpu: bool) -> None:
     iterators: list[Any] = []
     telemetry = Telemetry(
         measures=on_cpu,
-        iteration=lambda: (args.curr_iteration + 1, args.consumed_train_samples + args.global_batch_size),
+        iteration=lambda: (
+            args.curr_iteration + 1,
+            args.consumed_train_samples + get_num_microbatches() * args.data_parallel_size,
+        ),
         writers=lambda: (get_tensorboard_writer(), get_wandb_writer()),
         timeline=options.timeline,
     )

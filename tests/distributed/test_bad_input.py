@@ -42,7 +42,7 @@ REFUSED = [
         "--position-embedding-type must not be mrope with --wlb-packing, got mrope",
     ),
     (["--dataloader-type", "cyclic"], "--dataloader-type must be unset or external with --wlb-packing, got cyclic"),
-    (["--rampup-batch-size", "4", "2", "16"], "--rampup-batch-size must be unset with --wlb-packing, got"),
+    (["--rampup-batch-size", "4", "2", "16"], "--rampup-batch-size must be unset (Megatron ignores it"),
     (["--iterations-to-skip", "1"], "--iterations-to-skip must be unset with --wlb-packing, got"),
     (["--full-validation"], "--full-validation must be off with --wlb-packing, got True"),
     (["--attention-dropout", "0.1"], "--attention-dropout must be 0 with --wlb-packing, got 0.1"),

@@ -70,15 +70,21 @@ def train(
     sabotage: Callable[[ExitStack], None] | None = None,
     timeout_s: float = 120.0,
     writer_process: bool = False,
+    without: tuple[str, ...] = (),
 ) -> Run:
     """Run the entry point on forked ranks.
 
+    without: flags of MODEL_ARGS that are left out, with their values.
     writer_process: let Megatron start the process through which it hands over what a checkpoint's writers return;
         without, a queue of this process serves, five seconds faster.
     sabotage: called in each rank before training, to break something on purpose; undone with the stack.
     """
     layout = layout or Layout()
-    argv = [*MODEL_ARGS, *CPU_ARGS, *layout.args, "--train-iters", str(iterations), *map(str, args)]
+    ours = list(MODEL_ARGS)
+    for flag in without:
+        place = ours.index(flag)
+        del ours[place : place + 2]
+    argv = [*ours, *CPU_ARGS, *layout.args, "--train-iters", str(iterations), *map(str, args)]
     results = run_ranks(_train_rank, layout.world_size, argv, sabotage, writer_process, timeout_s=timeout_s)
     losses, _, log = results[-1]
     return Run(losses=losses, grad_norms=results[0][1], log=log)

@@ -13,7 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,6 +36,7 @@ class PlannerSpec:
 
     rows: the sequences of the split, one entry a data set of the blend.
     packer, options: see `wlb.packing.build_packer`.
+    ramp: (first step, micro-batches of a replica) while the batch size still grows; see `StepPlanner`.
     num_steps: see `StepPlanner`.
     replica: data-parallel rank whose micro-batches are wanted.
     cost, pad_to_multiple: for the statistics.
@@ -55,6 +56,7 @@ class PlannerSpec:
     pad_to_multiple: int
     keeps_ledger: bool = False
     restored: dict[str, Any] | None = None
+    ramp: tuple[tuple[int, int], ...] = ()
 
     def build(self, clock: Callable[[], float] = time.perf_counter) -> StepPlanner:
         """Raises StateError if `restored` is of other data or of another configuration."""
@@ -63,12 +65,17 @@ class PlannerSpec:
                 [r.source() for r in self.rows], window_tokens=self.window_tokens, cut=self.cut, seed=self.seed
             ),
             packer=build_packer(self.packer, self.options),
+            ramp=[(first, build_packer(self.packer, self._options_of(count))) for first, count in self.ramp],
             num_steps=self.num_steps,
             clock=clock,
         )
         if self.restored is not None:
             planner.restore(self.restored)
         return planner
+
+    def _options_of(self, micro_batches_per_replica: int) -> PackerOptions:
+        shape = replace(self.options.shape, micro_batches_per_replica=micro_batches_per_replica)
+        return replace(self.options, shape=shape)
 
     def plan(self, planner: StepPlanner) -> PlannedStep:
         """The planner's next step, as this rank needs it."""

@@ -12,8 +12,8 @@ import hashlib
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import tee
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise, tee
 from typing import Any
 
 from wlb.data.saved_state import require_equal
@@ -40,6 +40,8 @@ class StepPlanner:
 
     stream: where documents come from. Its window must be the packer's.
     packer: which documents a step trains, and in which micro-batches.
+    ramp: packers of the first steps, while the batch size still grows: (first step, packer), steps increasing. Before
+        the first of them, and with none, `packer` plans.
     num_steps: steps in the run, counted from step 0 of the stream; then no more than num_steps * budget tokens
         are drawn in all and the last step trains whatever waits, so that with cut="stream" packers that draw
         their budget train the same documents over the run. None: no known end.
@@ -56,12 +58,13 @@ class StepPlanner:
         *,
         stream: DocumentStream,
         packer: Packer,
+        ramp: Sequence[tuple[int, Packer]] = (),
         num_steps: int | None,
         clock: Callable[[], float] = time.perf_counter,
         ledger: Callable[[str], object] | None = None,
         kept_steps: int = 8,
     ) -> None:
-        if stream.window_tokens != packer.shape.window_tokens:
+        if any(p.shape.window_tokens != stream.window_tokens for p in (packer, *(p for _, p in ramp))):
             raise ConfigError(
                 f"window_tokens of the stream and of the packer must be equal, "
                 f"got {stream.window_tokens} and {packer.shape.window_tokens}"
@@ -72,6 +75,7 @@ class StepPlanner:
             raise ConfigError(f"kept_steps must be >= 1, got {kept_steps}")
         self._stream = stream
         self._packer = packer
+        self._ramp = tuple(ramp)
         self._packer_state = packer.initial_state()
         self._num_steps = num_steps
         self._clock = clock
@@ -97,10 +101,11 @@ class StepPlanner:
         still_to_draw = steps_left = None
         if self._num_steps is not None:
             steps_left = self._num_steps - before.step
-            still_to_draw = self._num_steps * self._packer.shape.budget_tokens - self._stream.tokens_drawn
-        wanted = self._packer.wanted_tokens(before, steps_left=steps_left)
+            still_to_draw = self._budget_to_end(before) - self._stream.tokens_drawn
+        packer = self._packer_of(before.step)
+        wanted = packer.wanted_tokens(before, steps_left=steps_left)
         arrivals = self._stream.take(wanted, arrival=before.step, at_most_tokens=still_to_draw)
-        plan, self._packer_state = self._packer.plan_step(before, arrivals, steps_left=steps_left)
+        plan, self._packer_state = packer.plan_step(before, arrivals, steps_left=steps_left)
         self._kept.append(
             _PlannedStep(
                 step=before.step,
@@ -166,6 +171,20 @@ class StepPlanner:
         self._stream.restore(stream_state)
         self._packer_state = packer_state
         self._kept.clear()
+
+    def _packer_of(self, step: int) -> Packer:
+        chosen = self._packer
+        for first, packer in self._ramp:
+            if first <= step:
+                chosen = packer
+        return chosen
+
+    def _budget_to_end(self, state: PackerState) -> int:
+        """Tokens that plain training would have trained at the end of the run."""
+        assert self._num_steps is not None
+        borders = sorted({state.step, self._num_steps, *(f for f, _ in self._ramp if state.step < f < self._num_steps)})
+        stretches = [(b - a) * self._packer_of(a).shape.budget_tokens for a, b in pairwise(borders)]
+        return state.budget_tokens + sum(stretches)
 
     def _planned(self, step: int) -> _PlannedStep:
         for planned in self._kept:

@@ -77,6 +77,7 @@ class GreedyPacker:
         after = PackerState(
             step=state.step + 1,
             drawn_tokens=state.drawn_tokens + total_tokens(arrivals),
+            budget_tokens=state.budget_tokens + self.shape.budget_tokens,
             carried=carried,
             planned=later,
         )

@@ -114,7 +114,7 @@ class MakespanPacker:
         return PackerState()
 
     def wanted_tokens(self, state: PackerState, *, steps_left: int | None = None) -> int:
-        return (state.step + 1) * self.shape.budget_tokens - state.drawn_tokens
+        return state.budget_tokens + self.shape.budget_tokens - state.drawn_tokens
 
     def plan_step(
         self, state: PackerState, arrivals: Sequence[Document], *, steps_left: int | None = None
@@ -130,7 +130,11 @@ class MakespanPacker:
             ),
             waiting=(),
         )
-        return plan, PackerState(step=state.step + 1, drawn_tokens=state.drawn_tokens + total_tokens(arrivals))
+        return plan, PackerState(
+            step=state.step + 1,
+            drawn_tokens=state.drawn_tokens + total_tokens(arrivals),
+            budget_tokens=state.budget_tokens + self.shape.budget_tokens,
+        )
 
     def _replicas(self, work: StepWork, documents: Sequence[Document]) -> list[Replica]:
         starter = Starter(

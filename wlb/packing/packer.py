@@ -50,6 +50,7 @@ class PackerState:
 
     step: index of the next step to plan.
     drawn_tokens: tokens of all documents that have arrived so far.
+    budget_tokens: tokens that plain training would have trained so far: budgets of the steps planned, added up.
     queues: documents held back, one tuple per outlier band, first in first out.
     carried: documents that did not fit, in the order in which they are tried again.
     planned: micro-batches already filled for later steps (packers that look ahead), one tuple a step.
@@ -57,6 +58,7 @@ class PackerState:
 
     step: int = 0
     drawn_tokens: int = 0
+    budget_tokens: int = 0
     queues: tuple[tuple[Document, ...], ...] = ()
     carried: tuple[Document, ...] = ()
     planned: tuple[tuple[tuple[Document, ...], ...], ...] = ()
@@ -73,6 +75,7 @@ class PackerState:
             "version": _STATE_VERSION,
             "step": self.step,
             "drawn_tokens": self.drawn_tokens,
+            "budget_tokens": self.budget_tokens,
             "queues": [[_to_list(d) for d in q] for q in self.queues],
             "carried": [_to_list(d) for d in self.carried],
             "planned": [[[_to_list(d) for d in m] for m in step] for step in self.planned],
@@ -88,6 +91,7 @@ class PackerState:
             return cls(
                 step=saved["step"],
                 drawn_tokens=saved["drawn_tokens"],
+                budget_tokens=saved["budget_tokens"],
                 queues=tuple(tuple(_from_list(d) for d in q) for q in saved["queues"]),
                 carried=tuple(_from_list(d) for d in saved["carried"]),
                 planned=tuple(tuple(tuple(_from_list(d) for d in m) for m in step) for step in saved["planned"]),

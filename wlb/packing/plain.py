@@ -59,7 +59,10 @@ class PlainPacker:
         packs = split_to_count(packs[:count], count)
         plan = StepPlan(step=state.step, replicas=replicas_round_robin(packs, self.shape.num_replicas), waiting=carried)
         return plan, PackerState(
-            step=state.step + 1, drawn_tokens=state.drawn_tokens + total_tokens(arrivals), carried=carried
+            step=state.step + 1,
+            drawn_tokens=state.drawn_tokens + total_tokens(arrivals),
+            budget_tokens=state.budget_tokens + self.shape.budget_tokens,
+            carried=carried,
         )
 
 

@@ -79,7 +79,7 @@ class WlbPacker:
         return PackerState(queues=((),) * len(self.thresholds_tokens))
 
     def wanted_tokens(self, state: PackerState, *, steps_left: int | None = None) -> int:
-        return (state.step + 1) * self.shape.budget_tokens - state.drawn_tokens
+        return state.budget_tokens + self.shape.budget_tokens - state.drawn_tokens
 
     def plan_step(
         self, state: PackerState, arrivals: Sequence[Document], *, steps_left: int | None = None
@@ -108,6 +108,7 @@ class WlbPacker:
         after = PackerState(
             step=state.step + 1,
             drawn_tokens=state.drawn_tokens + total_tokens(arrivals),
+            budget_tokens=state.budget_tokens + self.shape.budget_tokens,
             queues=tuple(tuple(q) for q in queues),
             carried=placement.left,
         )

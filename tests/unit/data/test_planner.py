@@ -32,7 +32,7 @@ class NextFit:
         return PackerState(queues=((),))
 
     def wanted_tokens(self, state, *, steps_left=None):
-        return (state.step + 1) * self.shape.budget_tokens - state.drawn_tokens
+        return state.budget_tokens + self.shape.budget_tokens - state.drawn_tokens
 
     def plan_step(self, state, arrivals, *, steps_left=None):
         fresh = (*state.carried, *arrivals)
@@ -51,6 +51,7 @@ class NextFit:
         after = PackerState(
             step=state.step + 1,
             drawn_tokens=state.drawn_tokens + total_tokens(arrivals),
+            budget_tokens=state.budget_tokens + self.shape.budget_tokens,
             queues=(held,),
             carried=tuple(todo),
         )

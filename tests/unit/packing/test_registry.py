@@ -44,7 +44,9 @@ def test_step_shape():
 
 def test_state_survives_json():
     a, b, c, d = documents_from_lengths([5, 6, 7, 8], arrival=2, first_id=10)
-    state = PackerState(step=3, drawn_tokens=99, queues=((a,), ()), carried=(b,), planned=(((c,), (d,)),))
+    state = PackerState(
+        step=3, drawn_tokens=99, budget_tokens=90, queues=((a,), ()), carried=(b,), planned=(((c,), (d,)),)
+    )
     assert PackerState.from_json(json.loads(json.dumps(state.to_json()))) == state
     assert state.waiting == (a, b, c, d)
 

@@ -76,7 +76,7 @@ def test_the_fit_is_strict_as_in_the_paper():
 
 def test_every_step_draws_its_budget_whatever_the_queues_hold():
     packer = _packer()
-    state = PackerState(step=3, drawn_tokens=50, queues=(documents_from_lengths([8, 8]),))
+    state = PackerState(step=3, drawn_tokens=50, budget_tokens=48, queues=(documents_from_lengths([8, 8]),))
     assert packer.wanted_tokens(state) == 4 * 16 - 50
 
 
