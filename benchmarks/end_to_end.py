@@ -1,19 +1,20 @@
-"""Trains for real, plain and balanced in turn, and compares the measured gain with the predicted one.
+"""Trains for real, plain and balanced in turn, and compares the measured gains with the predicted ones.
 
-    python benchmarks/end_to_end.py --layout pp2 --pairs 5 --json OUT
+    python benchmarks/end_to_end.py --layout pp2 --pairs 5 --packers wlb,makespan --json OUT
 
-Every run trains the quickstart's GPT with 2 processes over gloo (scripts/quickstart_train.sh). Plain and balanced
-runs train the very same pieces of documents in as many steps; which of the two goes first alternates from pair to
-pair. Before them one plain run over documents in another order (--calibration-seed) measures the costs: its fit gives
-the packer its crossover and predicts, from lengths alone, the seconds of the pairs' runs. The first steps of each run
-are warm-up and are charged at the pace of the others (see docs/telemetry.md).
+Every run trains the quickstart's GPT with 2 processes over gloo (scripts/quickstart_train.sh). All runs train the very
+same pieces of documents in as many steps. A round runs plain and every packer once; which of them goes first rotates
+from round to round. Before them one short run over other documents (--calibration-seed), packed in micro-batches of
+many sizes, measures the costs: its fit goes to the packers (--wlb-cost-profile) and predicts, from lengths alone, the
+seconds of the rounds' runs. The first steps of each run are warm-up and are charged at the pace of the others (see
+docs/telemetry.md).
 
-A pair's ratio is the balanced run's rate over the plain one's, per token and per operation; the result is the median
-over pairs. Where other programs use the machine now and then, whole runs are hit: the ratio of step medians, in which
-each step counts with its median over all runs that trained it, sees less of that and is printed beside. Column
-`deviation` is the mean of |measured / predicted - 1| over a run's passes, the larger of the pair's two: 0.03 to 0.06 on
-an idle machine; a pair with more than 0.1 says little. The corpus is the quickstart's (runs/quickstart/corpus) and is
-built if it is missing.
+A packer's ratio in a round, its pair, is its run's rate over that of the plain run of the same round, per token and per
+operation; the result is the median over rounds. Where other programs use the machine now and then, whole runs are hit:
+the ratio of step medians, in which each step counts with its median over all runs that trained it, sees less of that
+and is printed beside. Column `deviation` is the mean of |measured / predicted - 1| over a run's passes, the larger of
+the pair's two: 0.03 to 0.06 on an idle machine; a pair with more than 0.1 says little. The corpus is the quickstart's
+(runs/quickstart/corpus) and is built if it is missing.
 """
 
 from __future__ import annotations
@@ -34,21 +35,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from wlb.command_line import run_tool
 from wlb.data.atomic_files import atomic_path
 from wlb.errors import ConfigError, WlbError
-from wlb.report import WARM_UP_STEPS, StepModel, TrainedRun, compare, fit_range, load_manifest, load_run
+from wlb.packing import PACKERS
+from wlb.report import BASE, WARM_UP_STEPS, StepModel, TrainedRun, compare, fit_range, load_manifest, load_run
 
 ROOT = Path(__file__).resolve().parent.parent
-_PACKINGS = ("plain", "wlb")
+_RATIOS = ("speedup", "speedup_work", "predicted_speedup", "predicted_speedup_work")
 _COLUMNS = (
     ("pair", "d"),
+    ("packer", "s"),
     ("plain_s", ".1f"),
-    ("wlb_s", ".1f"),
+    ("packer_s", ".1f"),
     ("deviation", ".3f"),
-    ("speedup", ".3f"),
-    ("speedup_work", ".3f"),
-    ("predicted_speedup", ".3f"),
-    ("predicted_speedup_work", ".3f"),
+    *((name, ".3f") for name in _RATIOS),
 )
-_RATIOS = _COLUMNS[4:]
 
 
 class TrainingFailed(WlbError):
@@ -60,8 +59,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--layout", choices=("pp2", "dp2", "tp2"), default="pp2", help="how 2 processes share the work")
-    parser.add_argument("--pairs", type=int, default=5, help="plain and balanced runs")
+    parser.add_argument("--pairs", type=int, default=5, help="rounds: runs of plain and of each packer")
+    parser.add_argument("--packers", default="wlb,makespan", help="compared with plain; the last is the headline")
     parser.add_argument("--steps", type=int, default=12, help="of each run")
+    parser.add_argument("--calibration-steps", type=int, default=6, help="of the run that costs come from")
     parser.add_argument("--seed", type=int, default=1, help="order of the documents in all pairs")
     parser.add_argument("--calibration-seed", type=int, default=2, help="order of the documents that costs come from")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs/end_to_end", help="for logs and time lines")
@@ -70,23 +71,29 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.pairs < 1:
         raise ConfigError(f"--pairs must be >= 1, got {options.pairs}")
-    if options.steps <= WARM_UP_STEPS:
-        raise ConfigError(f"--steps must be > {WARM_UP_STEPS}, the warm-up, got {options.steps}")
+    options.packers = options.packers.split(",")
+    known = sorted(set(PACKERS) - {BASE})
+    if len(set(options.packers)) < len(options.packers) or not set(options.packers) <= set(known):
+        raise ConfigError(f"--packers must be different ones of {', '.join(known)}, got {','.join(options.packers)}")
+    for name in ("steps", "calibration_steps"):
+        if getattr(options, name) <= WARM_UP_STEPS:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} must be > {WARM_UP_STEPS}, the warm-up, got {getattr(options, name)}")
     if options.calibration_seed == options.seed:
         raise ConfigError(f"--calibration-seed must differ from --seed, or nothing is predicted; got {options.seed}")
     return options
 
 
-def train(options: argparse.Namespace, name: str, *flags: str) -> TrainedRun:
+def train(options: argparse.Namespace, name: str, num_steps: int, *flags: str) -> TrainedRun:
     """One run in a folder of its own; prints its progress."""
     folder = (options.folder / options.layout / name).resolve()
-    print(f"--- {name}: {options.steps} steps, {' '.join(flags)}", flush=True)
+    print(f"--- {name}: {num_steps} steps, {' '.join(flags)}", flush=True)
     script = [
         str(ROOT / "scripts/quickstart_train.sh"),
         str(folder),
         str(options.corpus.resolve()),
         options.layout,
-        str(options.steps),
+        str(num_steps),
         *flags,
     ]
     if subprocess.run(script, env=_environment(), check=False).returncode:
@@ -110,33 +117,60 @@ def _environment() -> dict[str, str]:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """The content of the JSON file."""
     manifest = build_corpus(options)
-    calibration = train(options, "calibration", "--seed", str(options.calibration_seed), "--wlb-packing", "plain")
-    model = fit_range(calibration, range(WARM_UP_STEPS, options.steps))
-    crossover = str(round(model.crossover_tokens))
+    model, cost_file = _calibrate(options)
+    packings = [BASE, *options.packers]
     pairs: list[dict[str, Any]] = []
-    trained: dict[str, list[TrainedRun]] = {packing: [] for packing in _PACKINGS}
+    trained: dict[str, list[TrainedRun]] = {packing: [] for packing in packings}
     for i in range(options.pairs):
-        runs = {}
-        for packing in _PACKINGS if i % 2 == 0 else _PACKINGS[::-1]:
-            flags = ["--seed", str(options.seed), "--wlb-packing", packing, "--wlb-crossover", crossover]
-            runs[packing] = train(options, f"pair{i + 1}_{packing}", *flags)
-            trained[packing].append(runs[packing])
-        pairs.append(_pair(i + 1, runs, model, manifest, options))
-        print(_table(pairs[-1:]), flush=True)
-    result = {name: median(pair[name] for pair in pairs) for name, _ in _RATIOS}
+        first = i % len(packings)
+        for packing in (*packings[first:], *packings[:first]):
+            flags = ["--seed", str(options.seed), "--wlb-packing", packing, "--wlb-cost-profile", str(cost_file)]
+            trained[packing].append(train(options, f"pair{i + 1}_{packing}", options.steps, *flags))
+        pairs += _pairs(i + 1, {name: runs[-1] for name, runs in trained.items()}, model, manifest, options)
+        print(_table(pairs[-len(options.packers) :]), flush=True)
+    packers = {
+        name: _result([p for p in pairs if p["packer"] == name], trained[BASE], trained[name], model)
+        for name in options.packers
+    }
+    headline = options.packers[-1]
+    window_tokens = trained[BASE][0].window_tokens
     return {
         "command": shlex.join([Path(sys.executable).name, "benchmarks/end_to_end.py", *sys.argv[1:]]),
         "machine": {"cores": os.cpu_count(), "platform": platform.platform(), "load_average": os.getloadavg()},
         "layout": options.layout,
         "steps": options.steps,
-        "window": calibration.window_tokens,
-        "crossover_over_window": model.crossover_tokens / calibration.window_tokens,
-        **result,
-        "speedup_of_step_medians": (_step_medians_s(trained["plain"], model) / _step_medians_s(trained["wlb"], model)),
-        "measured_over_predicted": result["speedup"] / result["predicted_speedup"],
-        "measured_over_predicted_work": result["speedup_work"] / result["predicted_speedup_work"],
+        "window": window_tokens,
+        "crossover_over_window": model.crossover_tokens / window_tokens,
+        **packers[headline],
+        "headline": headline,
+        "packers": packers,
+        "calibration": {"seed": options.calibration_seed, "steps": options.calibration_steps},
         "cost": model.to_json(),
         "pairs": pairs,
+    }
+
+
+def _calibrate(options: argparse.Namespace) -> tuple[StepModel, Path]:
+    """Costs from other documents than the rounds', and the file that hands them to runs."""
+    flags = ["--seed", str(options.calibration_seed), "--wlb-packing", "makespan", "--wlb-overhead-tokens", "0"]
+    calibration = train(options, "calibration", options.calibration_steps, *flags)
+    model = fit_range(calibration, range(WARM_UP_STEPS, options.calibration_steps))
+    cost_file = (options.folder / options.layout / "cost.json").resolve()
+    with atomic_path(cost_file) as path:
+        path.write_text(json.dumps(model.to_json(), indent=1) + "\n", encoding="utf-8")
+    return model, cost_file
+
+
+def _result(
+    pairs: list[dict[str, Any]], plain: list[TrainedRun], packed: list[TrainedRun], model: StepModel
+) -> dict[str, float]:
+    """Medians over a packer's pairs."""
+    result: dict[str, float] = {name: median(pair[name] for pair in pairs) for name in _RATIOS}
+    return {
+        **result,
+        "speedup_of_step_medians": _step_medians_s(plain, model) / _step_medians_s(packed, model),
+        "measured_over_predicted": result["speedup"] / result["predicted_speedup"],
+        "measured_over_predicted_work": result["speedup_work"] / result["predicted_speedup_work"],
     }
 
 
@@ -146,28 +180,35 @@ def _step_medians_s(runs: list[TrainedRun], model: StepModel) -> float:
     return runs[0].total_of([median(logged.elapsed_s for logged in step) for step in steps], model)
 
 
-def _pair(
+def _pairs(
     number: int,
     runs: dict[str, TrainedRun],
     model: StepModel,
     manifest: dict[str, Any],
     options: argparse.Namespace,
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
+    """A round's pairs, one a packer."""
     report = compare(
-        runs["plain"],
-        runs["wlb"],
+        runs[BASE],
+        {name: runs[name] for name in options.packers},
         model,
         corpus=manifest,
-        fitted_on=f"a plain run with seed {options.calibration_seed}",
+        fitted_on=f"a run with seed {options.calibration_seed}",
     )
-    return {
-        "pair": number,
-        "plain_s": report["runs"]["plain"]["total_s"],
-        "wlb_s": report["runs"]["wlb"]["total_s"],
-        "deviation": max(r["pass_deviation"] for r in report["runs"].values()),
-        **{name: report[name] for name, _ in _RATIOS},
-        "runs": report["runs"],
-    }
+    plain = report["runs"][BASE]
+    return [
+        {
+            "pair": number,
+            "packer": name,
+            "plain_s": plain["total_s"],
+            "packer_s": report["runs"][name]["total_s"],
+            "deviation": max(plain["pass_deviation"], report["runs"][name]["pass_deviation"]),
+            **report["speedups"][name],
+            **report["exactness"][name],
+            "runs": {BASE: plain, name: report["runs"][name]},
+        }
+        for name in options.packers
+    ]
 
 
 def _table(pairs: list[dict[str, Any]]) -> str:
@@ -184,14 +225,15 @@ def main(argv: list[str]) -> None:
             path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(f"\n$ {report['command']}")
     print(_table(report["pairs"]))
-    print(
-        f"layout {options.layout}, median of {options.pairs} pairs, balanced over plain: "
-        f"per token {report['speedup']:.3f} x (predicted {report['predicted_speedup']:.3f} x, "
-        f"measured over predicted {report['measured_over_predicted']:.3f}), "
-        f"per operation {report['speedup_work']:.3f} x (predicted {report['predicted_speedup_work']:.3f} x, "
-        f"{report['measured_over_predicted_work']:.3f}); "
-        f"ratio of step medians {report['speedup_of_step_medians']:.3f} x"
-    )
+    for name, result in report["packers"].items():
+        print(
+            f"layout {options.layout}, median of {options.pairs} pairs, {name} over plain: "
+            f"per token {result['speedup']:.3f} x (predicted {result['predicted_speedup']:.3f} x, "
+            f"measured over predicted {result['measured_over_predicted']:.3f}), "
+            f"per operation {result['speedup_work']:.3f} x (predicted {result['predicted_speedup_work']:.3f} x, "
+            f"{result['measured_over_predicted_work']:.3f}); "
+            f"ratio of step medians {result['speedup_of_step_medians']:.3f} x"
+        )
 
 
 if __name__ == "__main__":

@@ -1,39 +1,29 @@
-"""Two runs that trained the same documents, plain and balanced, side by side: the report and its table."""
+"""Runs that trained the same documents, one plain and one or more balanced, side by side: the report."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from wlb.errors import DataError
+from wlb.errors import ConfigError, DataError
 from wlb.report.prediction import StepModel, fit_steps
 from wlb.report.run import WARM_UP_STEPS, TrainedRun
 
 CORPUS_FIELDS = ("documents", "tokens", "p50", "p99", "max")
 
-STEADY_DEVIATION = 0.1  # passes on an idle machine deviate from their fitted cost by 0.03 to 0.06 on average
-
-_ROWS: tuple[tuple[str, str, str], ...] = (
-    ("steps", "steps", ",d"),
-    ("documents", "documents, pieces counted", ",d"),
-    ("tokens", "tokens", ",d"),
-    ("tokens_per_s", "tokens a second", ",.0f"),
-    ("packed_flops_per_s", "operations a second", ".3g"),
-    ("step_s_median", "median step, seconds", ".2f"),
-    ("imbalance_degree", "imbalance of micro-batches", ".3f"),
-    ("waiting_share_of_ranks", "share of time that ranks wait", ".1%"),
-    ("first_loss", "first loss", ".3f"),
-    ("final_loss", "final loss", ".3f"),
-    ("mean_delay_steps", "mean delay of a token, steps", ".2f"),
-    ("waiting_tokens", "tokens left waiting at the end", ",d"),
-    ("max_micro_batch_tokens", "largest micro-batch, tokens", ",d"),
-)
+BASE = "plain"
+"""Name of the run that the others are compared with."""
 
 
 def fit_first_half(run: TrainedRun) -> StepModel:
-    """Costs from the first half of a run, warm-up left out: what comes after it is predicted, not fitted."""
+    """Costs from the first half of a run, warm-up left out: what comes after it is predicted, not fitted.
+
+    The micro-batches of a plain run all have the window's length, so its fit takes a micro-batch's fixed time for
+    time per token. It predicts runs of equally many micro-batches; others want costs from a run whose sizes vary.
+    """
     last = WARM_UP_STEPS + max(1, (len(run.steps) - WARM_UP_STEPS) // 2)
     return fit_range(run, range(WARM_UP_STEPS, last))
 
@@ -44,94 +34,92 @@ def fit_range(run: TrainedRun, steps: range) -> StepModel:
 
 
 def compare(
-    plain: TrainedRun, balanced: TrainedRun, model: StepModel, *, corpus: dict[str, Any], fitted_on: str
+    plain: TrainedRun,
+    balanced: Mapping[str, TrainedRun],
+    model: StepModel,
+    *,
+    corpus: Mapping[str, Any],
+    fitted_on: str,
 ) -> dict[str, Any]:
     """The report.
 
+    balanced: the runs to compare with the plain one, by name; the last is the headline.
     model: what predicts; fitted_on says in words on which data it was fitted.
     corpus: the corpus's manifest.
 
-    Raises DataError if the runs did not train the same pieces of documents, or if the manifest lacks a field.
+    Raises:
+        ConfigError: no balanced run, or one is named "plain".
+        DataError: the runs did not train the same pieces of documents, or the manifest lacks a field.
     """
-    require_same_pieces(plain, balanced)
+    if not balanced or BASE in balanced:
+        raise ConfigError(f"balanced must hold at least one run and none named {BASE!r}, got {list(balanced)}")
+    for name, run in balanced.items():
+        require_same_pieces(plain, run, name)
     missing = [name for name in CORPUS_FIELDS if name not in corpus]
     if missing:
         raise DataError(f"the corpus manifest must have the field {missing[0]!r}")
-    runs = {"plain": plain.summary(model), "wlb": balanced.summary(model)}
-    predicted_s = {name: run["predicted_s"] for name, run in runs.items()}
+    headline = list(balanced)[-1]
+    runs = {name: run.summary(model) for name, run in {BASE: plain, **balanced}.items()}
+    flops = {name: sum(run.step_flops) for name, run in {BASE: plain, **balanced}.items()}
+    speedups = {name: _speedups(runs[BASE], runs[name], flops[BASE], flops[name]) for name in balanced}
     window = plain.window_tokens
     return {
         "corpus": {name: corpus[name] for name in CORPUS_FIELDS},
         "window": window,
         "crossover_over_window": model.crossover_tokens / window,
         "runs": runs,
-        "speedup": runs["wlb"]["tokens_per_s"] / runs["plain"]["tokens_per_s"],
-        "speedup_work": runs["wlb"]["packed_flops_per_s"] / runs["plain"]["packed_flops_per_s"],
-        "predicted_speedup": _rate(balanced.tokens, predicted_s["wlb"], plain.tokens, predicted_s["plain"]),
-        "predicted_speedup_work": _rate(
-            sum(balanced.step_flops), predicted_s["wlb"], sum(plain.step_flops), predicted_s["plain"]
-        ),
+        **speedups[headline],
+        "headline": headline,
+        "speedups": speedups,
+        "exactness": {name: exactness(plain, run) for name, run in balanced.items()},
         "crossover_by_operations_over_window": plain.shape.crossover_tokens / window,
+        "overhead_tokens": model.overhead_tokens,
         "warm_up_steps": WARM_UP_STEPS,
         "predicted_from": fitted_on,
         "cost": model.to_json(),
     }
 
 
-def require_same_pieces(plain: TrainedRun, balanced: TrainedRun) -> None:
+def _speedups(plain: dict[str, Any], run: dict[str, Any], plain_flops: float, flops: float) -> dict[str, float]:
+    predicted = plain["predicted_s"] / run["predicted_s"]
+    return {
+        "speedup": run["tokens_per_s"] / plain["tokens_per_s"],
+        "speedup_work": run["packed_flops_per_s"] / plain["packed_flops_per_s"],
+        "predicted_speedup": predicted * run["tokens"] / plain["tokens"],
+        "predicted_speedup_work": predicted * flops / plain_flops,
+    }
+
+
+def require_same_pieces(plain: TrainedRun, run: TrainedRun, name: str) -> None:
     """Raise DataError unless both runs trained pieces of the same lengths, whatever the order."""
-    pieces = [
-        Counter(d.length for s in run.steps for m in s.plan.micro_batches for d in m.documents)
-        for run in (plain, balanced)
-    ]
+    pieces = [sum(_pieces(r), Counter[int]()) for r in (plain, run)]
     if pieces[0] != pieces[1]:
-        counts = [sum(p.values()) for p in pieces]
+        counts = [p.total() for p in pieces]
         tokens = [sum(length * n for length, n in p.items()) for p in pieces]
         raise DataError(
-            "both runs must train the same pieces of documents (same seed, same steps, --wlb-document-cut stream), "
-            f"got {counts[0]} pieces of {tokens[0]} tokens and {counts[1]} of {tokens[1]}"
+            f"runs plain and {name} must train the same pieces of documents (same seed, same steps, "
+            f"--wlb-document-cut stream), got {counts[0]} pieces of {tokens[0]} tokens and {counts[1]} of {tokens[1]}"
         )
 
 
-def table(report: dict[str, Any]) -> str:
-    """The report for a terminal."""
-    plain, balanced = report["runs"]["plain"], report["runs"]["wlb"]
-    rows = [("", "plain", "wlb")]
-    rows += [(title, format(plain[field], spec), format(balanced[field], spec)) for field, title, spec in _ROWS]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    lines = [f"{a:<{widths[0]}}   {b:>{widths[1]}}   {c:>{widths[2]}}" for a, b, c in rows]
-    lines.insert(1, "-" * len(lines[0]))
-    corpus = report["corpus"]
-    return "\n".join(
-        [
-            f"corpus: {corpus['documents']:,} documents, {corpus['tokens']:,} tokens; tokens of a document: "
-            f"p50 {corpus['p50']:,}, p99 {corpus['p99']:,}, max {corpus['max']:,}",
-            f"window: {report['window']:,} tokens; attention takes as long as all else at "
-            f"{report['crossover_over_window']:.2f} windows (measured), "
-            f"{report['crossover_by_operations_over_window']:.2f} (by operations)",
-            "",
-            *lines,
-            "",
-            f"wlb over plain, per token:     {report['speedup']:.3f} x measured, "
-            f"{report['predicted_speedup']:.3f} x predicted",
-            f"wlb over plain, per operation: {report['speedup_work']:.3f} x measured, "
-            f"{report['predicted_speedup_work']:.3f} x predicted",
-            f"(predicted with costs fitted on {report['predicted_from']})",
-            *_busy_machine(plain, balanced),
-        ]
-    )
+def exactness(plain: TrainedRun, run: TrainedRun) -> dict[str, Any]:
+    """Whether each step of both runs trained the same pieces, and if so how far their losses are apart.
+
+    max_loss_difference: largest |loss / plain's loss - 1| of a step, where both printed one; None if steps differ.
+    Equal gradients but for rounding leave equal losses but for rounding, which grows slowly from step to step.
+    """
+    same = _pieces(plain) == _pieces(run)
+    pairs = [(a.loss, b.loss) for a, b in zip(plain.log.steps, run.log.steps, strict=False)]
+    differences = [abs(loss / base - 1) for base, loss in pairs if base and loss is not None]
+    return {
+        "same_pieces_in_every_step": same,
+        "max_loss_difference": max(differences) if same and differences else None,
+    }
 
 
-def _busy_machine(plain: dict[str, Any], balanced: dict[str, Any]) -> list[str]:
-    """A sentence if equal passes took unequal time: then other programs had part of the machine."""
-    deviation = max(plain["pass_deviation"], balanced["pass_deviation"])
-    if deviation <= STEADY_DEVIATION:
-        return []
-    return [
-        f"NOTE: passes took {deviation:.0%} more or less than their cost, where an idle machine stays below "
-        f"{STEADY_DEVIATION:.0%}:",
-        "other programs were running, and the measured ratios say little. Run again when the machine is idle.",
-    ]
+def _pieces(run: TrainedRun) -> list[Counter[int]]:
+    """Lengths of the pieces of each step."""
+    return [Counter(n for m in s.plan.micro_batches for n in m.lengths) for s in run.steps]
 
 
 def load_manifest(path: Path) -> dict[str, Any]:
@@ -145,7 +133,3 @@ def load_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict):
         raise DataError(f"corpus manifest {path}: must be a JSON object, got {type(manifest).__name__}")
     return manifest
-
-
-def _rate(amount: float, seconds: float, base_amount: float, base_seconds: float) -> float:
-    return (amount / seconds) / (base_amount / base_seconds)

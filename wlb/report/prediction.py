@@ -1,16 +1,17 @@
-"""Predicts a step's seconds from its lengths: costs fitted to measured micro-batches, put through the 1F1B model."""
+"""Predicts a step's seconds from its lengths: fitted costs of micro-batches, put through the schedule's timing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 from typing import Any
 
 from wlb.cost import FittedCost, MeasuredMicroBatch, fit_cost, stages_to_json
 from wlb.errors import DataError
 from wlb.report.measured import MeasuredStep
-from wlb.schedule import StepTimeline, plan_timeline
+from wlb.schedule import PipelineModel, PipelineShape, StepTimeline, model_timeline, replica_timeline
 
 _HELD_UP = 1.15  # undisturbed micro-batches stay within a few percent of their cost
 _TRIMMINGS = 2
@@ -19,14 +20,25 @@ _FEWEST = 3  # what a fit needs
 
 @dataclass(frozen=True, kw_only=True)
 class StepModel:
-    """stages: cost of each pipeline stage. outside_s: seconds of a step that are in no pass (messages, optimizer)."""
+    """stages: cost of each pipeline stage. outside_s: seconds of a step that are in no pass (messages, optimizer).
+
+    Stages run 1F1B as Megatron does: a rank that sends waits until the receiver is there for the message.
+    """
 
     stages: tuple[FittedCost, ...]
     outside_s: float
 
+    @cached_property
+    def pipeline(self) -> PipelineModel:
+        return PipelineModel(
+            shape=PipelineShape(num_stages=len(self.stages), sends="blocking"),
+            stretch_costs=self.stages,
+            sync_s=self.outside_s,
+        )
+
     def timeline(self, step: MeasuredStep) -> StepTimeline:
         """The predicted step, `outside_s` at its end."""
-        return plan_timeline(step.plan, self.stages, sync_s=self.outside_s)
+        return model_timeline(step.plan, self.pipeline)
 
     def step_s(self, step: MeasuredStep) -> float:
         """Predicted seconds of a whole step."""
@@ -51,9 +63,19 @@ class StepModel:
             )
         return token_s / square_s
 
+    @property
+    def overhead_tokens(self) -> float:
+        """What a micro-batch costs however short it is, as the time of so many tokens without their attention."""
+        fixed_s = sum(s.forward.micro_batch_s + s.backward.micro_batch_s for s in self.stages)
+        token_s = sum(s.forward.token_s + s.backward.token_s for s in self.stages)
+        if token_s == 0:
+            raise DataError("measured micro-batches must show a time per token, got 0 s")
+        return fixed_s / token_s
+
     def to_json(self) -> dict[str, Any]:
         return {
             "crossover_tokens": self.crossover_tokens,
+            "overhead_tokens": self.overhead_tokens,
             "outside_s": self.outside_s,
             "stages": stages_to_json(self.stages),
         }
@@ -78,9 +100,22 @@ def fit_steps(steps: Sequence[MeasuredStep], step_s: Sequence[float]) -> StepMod
         )
         for pp_rank in range(steps[0].num_stages)
     )
-    in_passes = StepModel(stages=stages, outside_s=0.0)
-    left_s = median(measured_s - in_passes.step_s(step) for step, measured_s in zip(steps, step_s, strict=True))
+    # Measured passes, not fitted ones: what holds up a pass is no message and no optimizer.
+    left_s = median(measured_s - _in_passes_s(step) for step, measured_s in zip(steps, step_s, strict=True))
     return StepModel(stages=stages, outside_s=max(0.0, left_s))
+
+
+def _in_passes_s(step: MeasuredStep) -> float:
+    """Seconds of the schedule if every pass takes what was measured and nothing else takes any time."""
+    stages = [step.passes_s(pp_rank) for pp_rank in range(step.num_stages)]
+    rows = zip(*stages, strict=True)  # one micro-batch in all stages after another, replica by replica
+    passes = [([f for _, f, _ in row], [b for _, _, b in row]) for row in rows]
+    seconds = []
+    for replica in step.plan.replicas:
+        own, passes = passes[: len(replica)], passes[len(replica) :]
+        timeline = replica_timeline([f for f, _ in own], [b for _, b in own], num_stages=step.num_stages)
+        seconds.append(timeline.makespan_s)
+    return max(seconds)
 
 
 def _steady_fit(measured: Sequence[MeasuredMicroBatch]) -> FittedCost:

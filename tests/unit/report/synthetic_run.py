@@ -1,4 +1,4 @@
-"""A run as training writes it, of two pipeline stages that take exactly what a quadratic cost says."""
+"""A run as training writes it, of two pipeline stages that take exactly what their cost says."""
 
 import json
 
@@ -6,6 +6,7 @@ from wlb.schedule import replica_timeline
 
 WINDOW = 100
 SQUARE_S, TOKEN_S = 2e-4, 5e-3  # of both passes of one stage: the crossover is 25 tokens
+MICRO_BATCH_S = 0.05  # fixed, of both passes of one stage: as much as 10 tokens
 SHAPE = {
     "seq_length": WINDOW,
     "hidden_size": 8,
@@ -34,21 +35,30 @@ BALANCED = [
     [[100], [100]],
     [[20, 80], [5, 95]],
 ]
+# Plain's pieces in every step, in micro-batches of other number and size.
+MAKESPAN = [
+    [[30], [100], [20]],
+    [[40, 50], [50]],
+    [[10], [100], [60]],
+    [[30], [80], [70]],
+    [[20], [80], [100]],
+    [[5], [100], [95]],
+]
 
 
-def forward_s(lengths):
-    return (SQUARE_S * sum(n * n for n in lengths) + TOKEN_S * sum(lengths)) / 3
+def forward_s(lengths, *, micro_batch_s=0.0):
+    return (SQUARE_S * sum(n * n for n in lengths) + TOKEN_S * sum(lengths) + micro_batch_s) / 3
 
 
-def write_run(folder, steps, *, outside_s=0.01):
-    """A run of two pipeline stages that takes exactly what a quadratic cost says."""
+def write_run(folder, steps, *, outside_s=0.01, micro_batch_s=0.0, losses=None, seed=1):
+    """A run of two pipeline stages that takes exactly what a quadratic cost says; a loss a step, or falling ones."""
     folder.mkdir(parents=True)
     (folder / "timeline").mkdir()
-    lines = [f"  {name} ........ {value}" for name, value in SHAPE.items()]
+    lines = [f"  {name} ........ {value}" for name, value in (SHAPE | {"seed": seed}).items()]
     rows = {0: [], 1: []}
     now_s = 1000.0
     for i, step in enumerate(steps):
-        forward = [[forward_s(m)] * 2 for m in step]
+        forward = [[forward_s(m, micro_batch_s=micro_batch_s)] * 2 for m in step]
         timeline = replica_timeline(forward, [[2 * s for s in row] for row in forward])
         for stage, passes in enumerate(timeline.stages):
             rows[stage].append(
@@ -70,7 +80,8 @@ def write_run(folder, steps, *, outside_s=0.01):
         now_s += elapsed_s
         lines.append(
             f" iteration {i + 1}/ {len(steps)} | elapsed time per iteration (ms): {elapsed_s * 1e3:.6f} | "
-            f"lm loss: {7 - i / 10:.6E} | waiting tokens: {0 if i == len(steps) - 1 else 100} | "
+            f"lm loss: {7 - i / 10 if losses is None else losses[i]:.6E} | "
+            f"waiting tokens: {0 if i == len(steps) - 1 else 100} | "
             f"mean delay (steps): {0.5 if i else 0.0:.2f} |"
         )
     (folder / "log.txt").write_text("\n".join(lines) + "\n")

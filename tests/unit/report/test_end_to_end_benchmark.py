@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.report.synthetic_run import BALANCED, PLAIN, write_run
+from tests.unit.report.synthetic_run import BALANCED, MAKESPAN, PLAIN, forward_s, write_run
 from wlb.command_line import run_tool
+from wlb.cost import load_pipeline_costs
 from wlb.report import load_run
 
 BENCHMARK = Path(__file__).resolve().parents[3] / "benchmarks" / "end_to_end.py"
@@ -23,13 +24,14 @@ def benchmark(monkeypatch):
 
 @pytest.fixture
 def trained(benchmark, monkeypatch, tmp_path):
-    """Runs that were asked for, in order; the balanced run of pair 2 is slower than its costs say."""
+    """Runs that were asked for, in order; makespan's run of round 2 is slower than its costs say."""
     asked = []
+    steps_of = {"plain": PLAIN, "wlb": BALANCED, "makespan": MAKESPAN, "calibration": MAKESPAN}
 
-    def train(options, name, *flags):
-        asked.append((name, *flags))
-        steps = BALANCED if name.endswith("wlb") else PLAIN
-        return load_run(write_run(tmp_path / name, steps, outside_s=5.0 if name == "pair2_wlb" else 0.01))
+    def train(options, name, num_steps, *flags):
+        asked.append((name, num_steps, *flags))
+        outside_s = 5.0 if name == "pair2_makespan" else 0.01
+        return load_run(write_run(tmp_path / name, steps_of[name.split("_")[-1]], outside_s=outside_s))
 
     manifest = {"documents": 12, "tokens": 1200, "p50": 60, "p99": 100, "max": 100}
     monkeypatch.setattr(benchmark, "train", train)
@@ -37,24 +39,68 @@ def trained(benchmark, monkeypatch, tmp_path):
     return asked
 
 
-def test_pairs_alternate_and_the_median_counts(benchmark, trained, tmp_path, capsys):
-    path = tmp_path / "out.json"
-    assert run_tool(benchmark.main, ["--pairs", "3", "--steps", "6", "--json", str(path)]) == 0
-    assert trained[0] == ("calibration", "--seed", "2", "--wlb-packing", "plain")
-    names = [name for name, *_ in trained[1:]]
-    assert names == ["pair1_plain", "pair1_wlb", "pair2_wlb", "pair2_plain", "pair3_plain", "pair3_wlb"]
-    assert trained[2][1:] == ("--seed", "1", "--wlb-packing", "wlb", "--wlb-crossover", "25")
-    report = json.loads(path.read_text())
-    ratios = [pair["speedup"] for pair in report["pairs"]]
-    assert ratios[1] < 0.8 < ratios[0]
-    assert report["speedup"] == pytest.approx(ratios[0])
-    assert report["predicted_speedup"] == report["pairs"][1]["predicted_speedup"]
-    assert report["measured_over_predicted"] == pytest.approx(report["speedup"] / report["predicted_speedup"])
-    # Step by step two runs of three took what their costs say, so the slow one leaves no trace.
-    assert report["speedup_of_step_medians"] == pytest.approx(ratios[0])
+@pytest.fixture
+def measure(benchmark, trained, tmp_path):
+    """measure(*flags): the JSON of a benchmark with runs of 6 steps."""
+
+    def run(*flags):
+        path = tmp_path / "out.json"
+        argv = [*flags, "--steps", "6", "--folder", str(tmp_path / "runs"), "--json", str(path)]
+        assert run_tool(benchmark.main, argv) == 0
+        return json.loads(path.read_text())
+
+    return run
+
+
+def test_costs_come_from_other_documents_in_micro_batches_of_many_sizes(measure, trained, tmp_path):
+    measure("--pairs", "1")
+    assert trained[0] == ("calibration", 6, "--seed", "2", "--wlb-packing", "makespan", "--wlb-overhead-tokens", "0")
+    cost_file = tmp_path / "runs/pp2/cost.json"
+    assert trained[3] == (
+        "pair1_makespan",
+        6,
+        "--seed",
+        "1",
+        "--wlb-packing",
+        "makespan",
+        "--wlb-cost-profile",
+        str(cost_file),
+    )
+    costs = load_pipeline_costs(cost_file, 2)
+    assert costs.stages[0].forward_s([100]) == pytest.approx(forward_s([100]))
+
+
+def test_the_order_rotates_and_the_median_counts(measure, trained, capsys):
+    report = measure("--pairs", "3")
+    assert [name for name, *_ in trained[1:]] == [
+        *("pair1_plain", "pair1_wlb", "pair1_makespan"),
+        *("pair2_wlb", "pair2_makespan", "pair2_plain"),
+        *("pair3_makespan", "pair3_plain", "pair3_wlb"),
+    ]
+    ratios = {
+        name: [pair["speedup"] for pair in report["pairs"] if pair["packer"] == name] for name in ("wlb", "makespan")
+    }
+    assert ratios["makespan"][1] < 0.8 < ratios["makespan"][0]
+    assert ratios["wlb"][1] == pytest.approx(ratios["wlb"][0])  # against the same round's plain run
+    for name, packer in report["packers"].items():
+        assert packer["speedup"] == pytest.approx(ratios[name][0])
+        assert packer["measured_over_predicted"] == pytest.approx(packer["speedup"] / packer["predicted_speedup"])
+        # Step by step two runs of three took what their costs say, so the slow one leaves no trace.
+        assert packer["speedup_of_step_medians"] == pytest.approx(ratios[name][0])
+    assert report["headline"] == "makespan"
+    assert {name: report[name] for name in report["packers"]["makespan"]} == report["packers"]["makespan"]
+    assert [p["same_pieces_in_every_step"] for p in report["pairs"][:2]] == [False, True]
     out = capsys.readouterr().out
-    assert "median of 3 pairs" in out
+    assert "median of 3 pairs, wlb over plain" in out
+    assert "median of 3 pairs, makespan over plain" in out
     assert "benchmarks/end_to_end.py" in report["command"]
+
+
+def test_one_packer_alternates_with_plain(measure, trained):
+    report = measure("--pairs", "2", "--packers", "wlb")
+    assert [name for name, *_ in trained[1:]] == ["pair1_plain", "pair1_wlb", "pair2_wlb", "pair2_plain"]
+    assert list(report["packers"]) == ["wlb"]
+    assert report["headline"] == "wlb"
 
 
 @pytest.mark.parametrize(
@@ -62,6 +108,10 @@ def test_pairs_alternate_and_the_median_counts(benchmark, trained, tmp_path, cap
     [
         (["--pairs", "0"], "--pairs must be >= 1, got 0"),
         (["--steps", "2"], "--steps must be > 2, the warm-up, got 2"),
+        (["--calibration-steps", "2"], "--calibration-steps must be > 2, the warm-up, got 2"),
+        (["--packers", "wlb,wlb"], "--packers must be different ones of greedy, makespan, wlb, got wlb,wlb"),
+        (["--packers", "plain"], "--packers must be different ones of greedy, makespan, wlb, got plain"),
+        (["--packers", "best"], "--packers must be different ones of greedy, makespan, wlb, got best"),
         (["--seed", "2"], "--calibration-seed must differ from --seed, or nothing is predicted; got 2"),
     ],
 )

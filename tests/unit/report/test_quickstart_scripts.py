@@ -1,6 +1,7 @@
 """The scripts around training, with a stand-in for Python: what they show, keep and say when training fails."""
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -90,3 +91,60 @@ def test_an_unknown_layout_is_refused_before_anything_is_done(train, tmp_path):
     )
     assert refused.returncode == 2
     assert refused.stderr == "error: LAYOUT must be pp2, dp2 or tp2, got cp2\n"
+
+
+@pytest.fixture
+def quickstart(tmp_path):
+    """quickstart(failing) runs a copy of the scripts with a Python that notes its calls; a run named so fails."""
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text(
+        '#!/bin/sh\nif [ "$1" = -c ]; then echo 29999; exit 0; fi\necho "$@" >>"$CALLS"\n'
+        'if [ "$2" = cost ]; then echo 2000; exit 0; fi\ncat "$PRINTED"\n'
+        'case "$*" in *"$FAILING"*) echo "error (rank 0): no such flag"; exit 1 ;; esac\n'
+    )
+    python.chmod(0o755)
+    shutil.copytree(ROOT / "scripts", tmp_path / "copy" / "scripts")
+    (tmp_path / "printed").write_text(f"{ITERATION}\n")
+
+    def run(failing="nothing fails"):
+        more = {"PRINTED": str(tmp_path / "printed"), "CALLS": str(tmp_path / "calls"), "FAILING": failing}
+        done = subprocess.run(
+            [tmp_path / "copy/scripts/quickstart.sh"],
+            env=os.environ | {"WLB_VENV": str(tmp_path), "LAYOUT": "dp2"} | more,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done, (tmp_path / "calls").read_text().splitlines()
+
+    return run
+
+
+def test_quickstart_measures_costs_elsewhere_then_trains_three_ways_and_compares(quickstart):
+    done, calls = quickstart()
+    assert done.returncode == 0, done.stderr
+    corpus, calibration, cost, plain, wlb, makespan, compare = calls
+    assert "build_corpus.py" in corpus
+    assert "--train-iters 6 " in calibration
+    assert calibration.endswith("--seed 2 --wlb-packing makespan --wlb-overhead-tokens 0")
+    out = "runs/quickstart"
+    assert cost == f"tools/report.py cost {out}/calibration --json {out}/cost.json"
+    assert plain.endswith("--seed 1 --wlb-packing plain")
+    for name, call in (("wlb", wlb), ("makespan", makespan)):
+        assert call.endswith(f"--seed 1 --wlb-packing {name} --wlb-cost-profile {out}/cost.json")
+        assert f"--wlb-timeline {out}/{name}/timeline" in call
+    # The same pieces only if the steps are as many and cut alike.
+    assert {call.split("--train-iters ")[1].split()[0] for call in (plain, wlb, makespan)} == {"18"}
+    assert all("--wlb-document-cut stream" in call for call in (plain, wlb, makespan))
+    assert f"--balanced wlb={out}/wlb makespan={out}/makespan --fit-from {out}/calibration" in compare
+    assert "--layout dp2" in compare
+    assert "step   3 of 24   loss 7.219" in done.stdout
+
+
+def test_quickstart_ends_with_the_run_that_failed(quickstart, tmp_path):
+    done, calls = quickstart("--wlb-packing wlb")
+    assert done.returncode == 1
+    assert "--wlb-packing wlb" in calls[-1]
+    log = tmp_path / "copy/runs/quickstart/wlb/log.txt"
+    assert done.stderr == f"error: training stopped: no such flag\n       log: {log}\n"
