@@ -110,7 +110,9 @@ def masked_loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Te
     losses = output.float().reshape(-1)
     loss = torch.where(mask > 0, losses * mask, torch.zeros_like(losses)).sum()
     num_tokens = mask.sum().to(torch.int)
-    reported = torch.stack([loss.detach(), num_tokens.detach().to(loss.dtype)])
+    # So small that it changes no count, and a step in which every rank trains nothing logs 0 and not NaN.
+    counted = num_tokens.detach().to(loss.dtype).clamp(min=torch.finfo(loss.dtype).tiny)
+    reported = torch.stack([loss.detach(), counted])
     return loss, num_tokens, {"lm loss": reported}
 
 

@@ -56,6 +56,21 @@ REFUSED = [
     (["--wlb-crossover", "-5"], "crossover_tokens must be finite and > 0, got -5"),
     (["--wlb-packing", "greedy", "--wlb-greedy-window", "0"], "window_batches must be >= 1, got 0"),
     (["--wlb-num-queues", "9"], "num_queues must be in [0, 4], got 9"),
+    (
+        ["--wlb-packing", "makespan", "--wlb-cap-windows", "0.5"],
+        "cap_tokens must be >= the window of 64 tokens, got 32",
+    ),
+    (
+        ["--wlb-packing", "makespan", "--wlb-cap-windows", "2", "--wlb-in-flight-windows", "1"],
+        "in_flight_tokens must be >= cap_tokens = 128",
+    ),
+    (["--wlb-packing", "makespan", "--wlb-search-evaluations", "-1"], "search_evaluations must be >= 0, got -1"),
+    (
+        ["--wlb-packing", "makespan", "--wlb-max-delay-steps", "4"],
+        "--wlb-max-delay-steps must be 0 in this version, got 4",
+    ),
+    (["--wlb-plan-ahead", "-1"], "--wlb-plan-ahead must be >= 0, got -1"),
+    (["--wlb-cost-profile", "nowhere.json"], "cost file nowhere.json must be readable JSON"),
     (["--sft"], "--sft must be off"),
 ]
 

@@ -83,7 +83,11 @@ def test_losses_equal_direct_use_of_megatron_core(stock_args: list[Any]) -> None
         pytest.param(["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"], id="resets"),
     ],
 )
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2), Layout(dp=2, tp=2), Layout(dp=2, pp=2)],
+    ids=str,
+)
 def test_megatron_trains_on_the_cpu(layout: Layout, options: list[str], stock_args: list[Any]) -> None:
     run = train([*stock_args, *options], layout=layout, iterations=ITERATIONS)
     assert len(run.losses) == ITERATIONS
