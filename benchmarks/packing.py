@@ -36,7 +36,7 @@ from wlb.data.atomic_files import atomic_path
 from wlb.data.stream import DocumentSource, DocumentStream
 from wlb.errors import ConfigError, WlbError
 from wlb.packing import DEFAULT_NUM_QUEUES, PACKERS, PackerOptions, StepShape, build_packer, derive_thresholds
-from wlb.packing.makespan import default_evaluations
+from wlb.packing.makespan.packer import default_evaluations
 from wlb.packing.packer import Packer
 from wlb.simulate import Cluster, ReplayResult, load_lengths, replay
 

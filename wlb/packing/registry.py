@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from wlb.errors import ConfigError
 from wlb.packing.greedy import GreedyPacker
-from wlb.packing.makespan import MakespanPacker
+from wlb.packing.makespan.packer import MakespanPacker
 from wlb.packing.options import PackerOptions
 from wlb.packing.packer import Packer
 from wlb.packing.plain import PlainPacker

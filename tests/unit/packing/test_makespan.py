@@ -9,10 +9,10 @@ from wlb.cost import CrossoverCost
 from wlb.documents import documents_from_lengths
 from wlb.errors import ConfigError, PackingError
 from wlb.packing import PackerOptions, StepShape, build_packer
-from wlb.packing.makespan_fill import by_length, spread
-from wlb.packing.makespan_moves import Draws
-from wlb.packing.makespan_start import orders
-from wlb.packing.makespan_work import WorkTable
+from wlb.packing.makespan.fill import by_length, spread
+from wlb.packing.makespan.moves import Draws
+from wlb.packing.makespan.start import orders
+from wlb.packing.makespan.work import WorkTable
 from wlb.schedule import PipelineModel, PipelineShape, model_timeline
 
 COST = CrossoverCost(crossover_tokens=8)

@@ -2,7 +2,7 @@
 
 A micro-batch's documents are a list, and a move takes a run of neighbours from it, in exchange for a shorter or
 no run of another micro-batch. Prefix sums over the lists give what any run weighs, so a whole batch of moves is
-a few numpy operations. C moves of a batch, N micro-batches, R rows of `makespan_work`.
+a few numpy operations. C moves of a batch, N micro-batches, R rows of `work`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.packing.makespan_replica import Replica
-from wlb.packing.makespan_work import Int64
+from wlb.packing.makespan.replica import Replica
+from wlb.packing.makespan.work import Int64
 
 _Runs = tuple[Int64, Int64]  # (C,) first document in the flat list, and number of documents
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from wlb.packing.makespan_work import Int64, StepWork
+from wlb.packing.makespan.work import Int64, StepWork
 
 NO_CAP = 1 << 62
 FEW_DOCUMENTS = 400

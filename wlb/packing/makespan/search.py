@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from wlb.packing.makespan_moves import Draws, Moves
-from wlb.packing.makespan_replica import Replica
-from wlb.packing.makespan_timer import NEVER, ReplicaTimer
-from wlb.packing.makespan_work import Int64
+from wlb.packing.makespan.moves import Draws, Moves
+from wlb.packing.makespan.replica import Replica
+from wlb.packing.makespan.timer import NEVER, ReplicaTimer
+from wlb.packing.makespan.work import Int64
 
 BATCH = 64
 _WITHIN = np.array((1, 1, 1, 2, 2, 4, 8))  # lengths of the runs of documents that move inside a replica

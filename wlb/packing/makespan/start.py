@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from wlb.packing.makespan_fill import FEW_DOCUMENTS, NO_CAP, by_length, spread
-from wlb.packing.makespan_replica import Replica, sums
-from wlb.packing.makespan_timer import NEVER, ReplicaTimer
-from wlb.packing.makespan_work import StepWork
+from wlb.packing.makespan.fill import FEW_DOCUMENTS, NO_CAP, by_length, spread
+from wlb.packing.makespan.replica import Replica, sums
+from wlb.packing.makespan.timer import NEVER, ReplicaTimer
+from wlb.packing.makespan.work import StepWork
 
 _FACTORS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4)
 _FEW_FACTORS = (1.25, 2, 3)

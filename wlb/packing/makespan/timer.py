@@ -1,6 +1,6 @@
 """How long a replica takes for many candidate contents and orders at once, and whether both caps hold.
 
-C candidates, N micro-batches, R rows of `makespan_work`.
+C candidates, N micro-batches, R rows of `work`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.packing.makespan_work import Int64
+from wlb.packing.makespan.work import Int64
 from wlb.schedule.graph import PassGraph, pass_graph
 from wlb.schedule.model import PipelineModel
 

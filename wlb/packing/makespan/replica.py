@@ -1,6 +1,6 @@
 """One replica's micro-batches while they are being improved.
 
-R rows of `makespan_work`, N micro-batches.
+R rows of `work`, N micro-batches.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from wlb.packing.makespan_timer import ReplicaTimer
-from wlb.packing.makespan_work import Int64, StepWork
+from wlb.packing.makespan.timer import ReplicaTimer
+from wlb.packing.makespan.work import Int64, StepWork
 
 
 class Replica:

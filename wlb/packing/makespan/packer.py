@@ -14,11 +14,11 @@ from typing import ClassVar, Literal
 
 from wlb.documents import Document, MicroBatch, StepPlan, total_tokens
 from wlb.errors import ConfigError
-from wlb.packing.makespan_replica import Replica
-from wlb.packing.makespan_search import BATCH, Search
-from wlb.packing.makespan_start import HUGE, Starter
-from wlb.packing.makespan_timer import NEVER, ReplicaTimer
-from wlb.packing.makespan_work import StepWork, WorkTable
+from wlb.packing.makespan.replica import Replica
+from wlb.packing.makespan.search import BATCH, Search
+from wlb.packing.makespan.start import HUGE, Starter
+from wlb.packing.makespan.timer import NEVER, ReplicaTimer
+from wlb.packing.makespan.work import StepWork, WorkTable
 from wlb.packing.options import PackerOptions
 from wlb.packing.packer import PackerState, StepShape
 from wlb.packing.placement import require_fit
