@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron.wlb.argument_rules import check_values, flag_name, refuse_unsupported
 from wlb.cost import CrossoverCost, PipelineCosts, TransformerShape, equal_stages, load_pipeline_costs
 from wlb.errors import ConfigError
 from wlb.packing import DEFAULT_NUM_QUEUES, PACKERS
@@ -82,8 +83,8 @@ def add_wlb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     add(
         "--wlb-num-queues",
         type=int,
-        default=DEFAULT_NUM_QUEUES,
-        help="Outlier queues of packer wlb; their thresholds are derived from the lengths of the data.",
+        help="Outlier queues of packer wlb; their thresholds are derived from the lengths of the data. Default: "
+        f"{DEFAULT_NUM_QUEUES}.",
     )
     add(
         "--wlb-thresholds",
@@ -91,7 +92,7 @@ def add_wlb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         nargs="+",
         help="Shortest document of each outlier queue, in tokens, increasing. Overrides --wlb-num-queues.",
     )
-    add("--wlb-greedy-window", type=int, default=1, help="Global batches over which packer greedy balances.")
+    add("--wlb-greedy-window", type=int, help="Global batches over which packer greedy balances. Default: 1.")
     add(
         "--wlb-crossover",
         type=float,
@@ -132,24 +133,23 @@ def wlb_options(args: Namespace) -> WlbOptions | None:
         ConfigError: a value breaks a rule, or an option of Megatron's cannot be combined with packing.
     """
     if args.wlb_packing is None:
+        defaults = vars(add_wlb_arguments(argparse.ArgumentParser()).parse_args([]))
+        for name, default in defaults.items():
+            if name.startswith("wlb_") and getattr(args, name) != default:
+                raise ConfigError(f"{flag_name(name)} needs --wlb-packing, got {getattr(args, name)} without it")
         return None
-    _refuse_unsupported(args)
+    refuse_unsupported(args)
+    check_values(args)
     thresholds = None if args.wlb_thresholds is None else tuple(args.wlb_thresholds)
-    if thresholds is not None and list(thresholds) != sorted(set(thresholds)):
-        raise ConfigError(f"--wlb-thresholds must increase strictly, got {' '.join(map(str, thresholds))}")
-    if args.wlb_max_delay_steps != 0:
-        raise ConfigError(f"--wlb-max-delay-steps must be 0 in this version, got {args.wlb_max_delay_steps}")
-    if args.wlb_plan_ahead < 0:
-        raise ConfigError(f"--wlb-plan-ahead must be >= 0, got {args.wlb_plan_ahead}")
     return WlbOptions(
         packing=args.wlb_packing,
         document_cut=args.wlb_document_cut or PACKERS[args.wlb_packing].natural_cut,
         cap_windows=args.wlb_cap_windows,
         in_flight_windows=args.wlb_in_flight_windows,
         search_evaluations=args.wlb_search_evaluations,
-        num_queues=args.wlb_num_queues,
+        num_queues=DEFAULT_NUM_QUEUES if args.wlb_num_queues is None else args.wlb_num_queues,
         thresholds_tokens=thresholds,
-        greedy_window_batches=args.wlb_greedy_window,
+        greedy_window_batches=args.wlb_greedy_window or 1,
         costs=_pipeline_costs(args),
         steps_ahead=args.wlb_plan_ahead,
         ledger=args.wlb_ledger,
@@ -177,94 +177,6 @@ def adapt_megatron_arguments(args: Namespace) -> list[str]:
         "positions and attention start anew in each document, and its last token is only ever a label"
     )
     return said
-
-
-def _refuse_unsupported(args: Namespace) -> None:
-    """Options that assume one length for all samples, or that this version does not do yet."""
-    local = args.transformer_impl == "local"
-    rules: list[tuple[str, object, bool, str]] = [
-        ("--micro-batch-size", args.micro_batch_size, args.micro_batch_size != 1, "must be 1"),
-        (
-            "--eval-micro-batch-size",
-            getattr(args, "eval_micro_batch_size", 1),
-            getattr(args, "eval_micro_batch_size", None) not in (None, 1),
-            "must be 1",
-        ),
-        ("--spec", args.spec, args.spec is not None, "must be unset (packing brings its own)"),
-        ("--cuda-graph-impl", args.cuda_graph_impl, args.cuda_graph_impl != "none", "must be none"),
-        ("--mtp-num-layers", args.mtp_num_layers, bool(args.mtp_num_layers), "must be unset"),
-        (
-            "--position-embedding-type",
-            args.position_embedding_type,
-            args.position_embedding_type == "mrope",
-            "must not be mrope",
-        ),
-        (
-            "--dataloader-type",
-            args.dataloader_type,
-            args.dataloader_type not in (None, "single", "external"),
-            "must be unset or external",
-        ),
-        (
-            "--context-parallel-size",
-            args.context_parallel_size,
-            args.context_parallel_size != 1,
-            "must be 1 in this version",
-        ),
-        (
-            "--num-layers-per-virtual-pipeline-stage",
-            args.virtual_pipeline_model_parallel_size,
-            args.virtual_pipeline_model_parallel_size is not None,
-            "(and every other option for virtual stages) must be unset in this version",
-        ),
-        (
-            "--rampup-batch-size",
-            args.rampup_batch_size,
-            args.rampup_batch_size is not None,
-            "must be unset (Megatron ignores it: use --step-batch-size-schedule)",
-        ),
-        (
-            "--wlb-greedy-window",
-            args.wlb_greedy_window,
-            args.step_batch_size_schedule is not None and args.wlb_greedy_window > 1,
-            "must be 1 with --step-batch-size-schedule",
-        ),
-        ("--iterations-to-skip", args.iterations_to_skip, bool(args.iterations_to_skip), "must be unset"),
-        ("--full-validation", True, bool(args.full_validation), "must be off"),
-        ("--multiple-validation-sets", True, bool(args.multiple_validation_sets), "must be off"),
-        (
-            "--phase-transition-iterations",
-            args.phase_transition_iterations,
-            bool(args.phase_transition_iterations),
-            "must be unset",
-        ),
-        ("--overlap-moe-expert-parallel-comm", True, bool(args.overlap_moe_expert_parallel_comm), "must be off"),
-        (
-            "--moe-token-dispatcher-type",
-            args.moe_token_dispatcher_type,
-            bool(args.num_experts) and args.moe_token_dispatcher_type == "allgather",
-            "must not be allgather",
-        ),
-        (
-            "--experimental-attention-variant",
-            args.experimental_attention_variant,
-            args.experimental_attention_variant is not None,
-            "must be unset",
-        ),
-        ("--tp-comm-overlap", True, bool(args.tp_comm_overlap), "must be off (its buffers have one length)"),
-        ("--use-legacy-models", True, bool(getattr(args, "use_legacy_models", False)), "must be off"),
-    ]
-    if local:
-        window = getattr(args, "window_size", None)
-        rules += [
-            ("--attention-dropout", args.attention_dropout, args.attention_dropout != 0, "must be 0"),
-            ("--multi-latent-attention", True, bool(args.multi_latent_attention), "must be off"),
-            ("--window-size", window, window is not None, "must be unset"),
-            ("--softmax-type", args.softmax_type, args.softmax_type != "vanilla", "must be vanilla"),
-        ]
-    for option, value, refused, rule in rules:
-        if refused:
-            raise ConfigError(f"{option} {rule} with --wlb-packing, got {value}")
 
 
 def _pipeline_costs(args: Namespace) -> PipelineCosts:

@@ -23,7 +23,7 @@ def batch_ramp(args: Namespace, *, first_step: int) -> tuple[tuple[int, int], ..
     if args.step_batch_size_schedule is None:
         return ()
     calculator = _calculator(args)
-    final = final_batch_size(args)
+    last_threshold = calculator.schedule[-1][0]
     ramp: list[tuple[int, int]] = []
     samples = args.consumed_train_samples
     for step in range(first_step, first_step + args.train_iters - args.iteration):
@@ -32,7 +32,7 @@ def batch_ramp(args: Namespace, *, first_step: int) -> tuple[tuple[int, int], ..
         count = batch_size // args.data_parallel_size
         if not ramp or ramp[-1][1] != count:
             ramp.append((step, count))
-        if batch_size == final:
+        if samples >= last_threshold:
             break
         samples += batch_size
     return tuple(ramp)

@@ -67,8 +67,20 @@ def packer_options(args: Namespace, options: WlbOptions, files: TokenFiles) -> P
         ),
         in_flight_windows=options.in_flight_windows,
         search_evaluations=options.search_evaluations,
-        # The all-to-all of expert parallelism joins replicas in every micro-batch: with unequal counts it hangs.
-        equal_counts=args.expert_model_parallel_size > 1,
+        equal_counts=replicas_meet_in_every_micro_batch(args),
+    )
+
+
+def replicas_meet_in_every_micro_batch(args: Namespace) -> bool:
+    """Whether a collective joins data-parallel ranks inside a micro-batch: with unequal counts it would hang."""
+    balancing = args.moe_router_load_balancing_type
+    return bool(
+        args.expert_model_parallel_size > 1
+        or args.expert_tensor_parallel_size > args.tensor_model_parallel_size
+        or (args.num_experts and "global_aux_loss" in ([balancing] if isinstance(balancing, str) else balancing))
+        # Sharded weights are gathered from the other replicas before each use.
+        or args.use_torch_fsdp2
+        or args.use_megatron_fsdp
     )
 
 
@@ -173,13 +185,14 @@ def _iterator(
 def _restored_state(args: Namespace) -> dict[str, Any]:
     if args.iteration == 0 or args.load is None:
         return {}
-    path = saved_state_path(args.dataloader_save or args.load, args.iteration) or saved_state_path(
-        args.load, args.iteration
-    )
+    # The weights come from --load: a folder that is only written to may hold an older run's state.
+    folders = list(dict.fromkeys([args.load, args.dataloader_save or args.load]))
+    path = next(filter(None, (saved_state_path(folder, args.iteration) for folder in folders)), None)
     if path is None:
         print_rank_0(
-            f"WARNING: no packing state beside iteration {args.iteration} of {args.load}: the checkpoint was written "
-            "without --wlb-packing, and the document stream starts at its beginning"
+            f"WARNING: no packing state of iteration {args.iteration} in {' or '.join(folders)}: the document stream "
+            "starts at its beginning. That is right for a checkpoint written without --wlb-packing; otherwise "
+            "--dataloader-save must name the folder that holds the state"
         )
         return {}
     print_rank_0(f"> packing goes on from {path}")

@@ -67,12 +67,14 @@ class Telemetry:
     """Collects what a training step did and reports it where Megatron reports.
 
     measures: whether host time stamps say when the device worked (not on CUDA, which runs behind them).
+    log_interval: iterations between two scalars.
     iteration: () -> (iteration that is being trained, samples consumed after it).
     writers: () -> (TensorBoard writer or None, W&B writer or None).
     timeline: folder for one file of time stamps a rank, or None.
     """
 
     measures: bool
+    log_interval: int
     iteration: Callable[[], tuple[int, int]]
     writers: Callable[[], tuple[Any, Any]]
     timeline: Path | None
@@ -96,6 +98,11 @@ class Telemetry:
             config.timers = recorder._timers
         end_s = self.clock()
         self._fields = statistics_fields(step.statistics)
+        self._fields |= {
+            "epoch": max(step.counters.epochs),
+            "cut documents": step.counters.cut_documents,
+            "empty documents": step.counters.skipped_empty,
+        }
         self._fields |= {"planning (ms)": step.plan_s * 1e3, "plan wait (ms)": plan_wait_s * 1e3}
         if self.measures:
             self._fields["imbalance ranks measured"] = _measured_imbalance(recorder, dims.world_size)
@@ -110,6 +117,8 @@ class Telemetry:
     def _write_scalars(self) -> None:
         tensorboard, wandb = self.writers()
         iteration, samples = self.iteration()
+        if iteration % self.log_interval:
+            return
         for name, value in self._fields.items():
             scalar = f"wlb/{name}"
             if tensorboard:
@@ -149,6 +158,9 @@ _FORMATS = {
     "waiting tokens": ".0f",
     "mean delay (steps)": ".2f",
     "max delay (steps)": ".0f",
+    "epoch": ".0f",
+    "cut documents": ".0f",
+    "empty documents": ".0f",
     "planning (ms)": ".1f",
     "plan wait (ms)": ".1f",
 }

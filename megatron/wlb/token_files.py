@@ -106,6 +106,8 @@ def open_token_files(args: Namespace, *, vocab_size: int) -> TokenFiles:
                 if stop > first
             )
         )
+    if not any(rows.stop > rows.first for rows in rows_of_splits[0]):
+        raise ConfigError(f"--split must leave sequences to the training split, got {args.split}")
     return TokenFiles(datasets=tuple(datasets), sequence_bases=tuple(bases), rows=tuple(rows_of_splits))
 
 

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from wlb.errors import WlbError
+from wlb.errors import ConfigError, WlbError
 
 
 def main() -> None:
@@ -66,6 +66,10 @@ def _train_packed(args: Namespace, options: Any, *, on_cpu: bool) -> None:
     from megatron.wlb.token_files import open_token_files
     from wlb.packing import build_packer
 
+    if options.timeline is not None and not on_cpu:
+        raise ConfigError(
+            "--wlb-timeline must be unset on CUDA in this version: host time stamps do not say when the device worked"
+        )
     for sentence in adapt_megatron_arguments(args):
         print_rank_0(f"> --wlb-packing: {sentence}")
     files = open_token_files(args, vocab_size=args.padded_vocab_size)
@@ -77,6 +81,7 @@ def _train_packed(args: Namespace, options: Any, *, on_cpu: bool) -> None:
     iterators: list[Any] = []
     telemetry = Telemetry(
         measures=on_cpu,
+        log_interval=args.tensorboard_log_interval,
         iteration=lambda: (
             args.curr_iteration + 1,
             args.consumed_train_samples + get_num_microbatches() * args.data_parallel_size,

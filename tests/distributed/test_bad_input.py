@@ -49,22 +49,27 @@ REFUSED = [
     (["--attention-backend", "local", "--spec", "local"], "--spec must be unset"),
     (["--multi-latent-attention"], "--multi-latent-attention must be off with --wlb-packing, got True"),
     (["--window-size", "8,0"], "--window-size must be unset with --wlb-packing, got"),
-    (["--wlb-thresholds", "40", "24"], "--wlb-thresholds must increase strictly, got 40 24"),
-    (["--wlb-thresholds", "24", "24"], "--wlb-thresholds must increase strictly, got 24 24"),
-    (["--wlb-thresholds", "24", "96"], "between 0 and the cap of 96"),
-    (["--wlb-cap-windows", "1.0"], "cap_windows must be > 1"),
-    (["--wlb-crossover", "-5"], "crossover_tokens must be finite and > 0, got -5"),
-    (["--wlb-packing", "greedy", "--wlb-greedy-window", "0"], "window_batches must be >= 1, got 0"),
-    (["--wlb-num-queues", "9"], "num_queues must be in [0, 4], got 9"),
+    (["--wlb-thresholds", "40", "24"], "--wlb-thresholds must be > 0 and increase strictly, got 40 24"),
+    (["--wlb-thresholds", "24", "24"], "--wlb-thresholds must be > 0 and increase strictly, got 24 24"),
+    (["--wlb-thresholds", "24", "96"], "--wlb-thresholds must stay below the cap of a micro-batch, 96 tokens, got 96"),
+    (["--wlb-cap-windows", "1.0"], "--wlb-cap-windows must be > 1 with packer wlb"),
+    (["--wlb-cap-windows", "nan"], "--wlb-cap-windows must be > 1 with packer wlb"),
+    (["--wlb-packing", "makespan", "--wlb-cap-windows", "inf"], "--wlb-cap-windows must be >= 1 with packer makespan"),
+    (["--wlb-packing", "makespan", "--wlb-thresholds", "24"], "--wlb-thresholds is read by wlb only, got [24]"),
+    (["--wlb-packing", "plain", "--wlb-cap-windows", "2"], "--wlb-cap-windows is read by wlb and makespan only"),
+    (["--split", "0,100,0"], "--split must leave sequences to the training split, got 0,100,0"),
+    (["--wlb-crossover", "-5"], "--wlb-crossover must be finite and > 0, got -5"),
+    (["--wlb-packing", "greedy", "--wlb-greedy-window", "-1"], "--wlb-greedy-window must be >= 1, got -1"),
+    (["--wlb-num-queues", "9"], "--wlb-num-queues must be in [0, 4], got 9"),
     (
         ["--wlb-packing", "makespan", "--wlb-cap-windows", "0.5"],
-        "cap_tokens must be >= the window of 64 tokens, got 32",
+        "--wlb-cap-windows must be >= 1 with packer makespan",
     ),
     (
         ["--wlb-packing", "makespan", "--wlb-cap-windows", "2", "--wlb-in-flight-windows", "1"],
-        "in_flight_tokens must be >= cap_tokens = 128",
+        "--wlb-in-flight-windows must be >= the cap of a micro-batch, 2.0 windows, got 1.0",
     ),
-    (["--wlb-packing", "makespan", "--wlb-search-evaluations", "-1"], "search_evaluations must be >= 0, got -1"),
+    (["--wlb-packing", "makespan", "--wlb-search-evaluations", "-1"], "--wlb-search-evaluations must be >= 0, got -1"),
     (
         ["--wlb-packing", "makespan", "--wlb-max-delay-steps", "4"],
         "--wlb-max-delay-steps must be 0 in this version, got 4",
@@ -78,6 +83,11 @@ REFUSED = [
 @pytest.mark.parametrize(("options", "sentence"), REFUSED, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
 def test_options_are_refused_by_name(options: list[str], sentence: str, packed: list[Any]) -> None:
     assert sentence in _message([*packed, *options])
+
+
+def test_our_flags_need_packing(toy_data: Path) -> None:
+    args = ["--data-path", toy_data, "--split", "100,0,0", "--wlb-ledger", "somewhere"]
+    assert "--wlb-ledger needs --wlb-packing, got somewhere without it" in _message(args)
 
 
 def test_missing_data(packed: list[Any], tmp_path: Path) -> None:

@@ -88,6 +88,23 @@ def test_a_stock_checkpoint_starts_the_stream_at_its_beginning(toy_data: Path, t
     """Moving a running job to packing: weights and iteration go on, and the start says where documents begin."""
     train(["--mock-data", "--save", tmp_path, "--save-interval", "2"], iterations=2)
     run, planned = _run("plain", toy_data, tmp_path, Layout(), "--load", tmp_path, "--override-opt_param-scheduler")
-    assert "no packing state beside iteration 2" in run.log
+    assert "no packing state of iteration 2" in run.log
     assert len(run.losses) == ITERATIONS - 2
     assert sorted(planned) == list(range(ITERATIONS - 2))
+
+
+@pytest.mark.parametrize("packer", ["makespan", "wlb"])
+def test_another_layout_goes_on_with_the_same_documents(packer: str, toy_data: Path, tmp_path: Path) -> None:
+    """A job restarted on other ranks: 1 process, then PP 2, then DP 2."""
+    _, planned = _run(packer, toy_data, tmp_path / "unbroken", Layout())
+    folder = tmp_path / "moved"
+    for stop, layout in ((3, Layout()), (5, Layout(pp=2)), (ITERATIONS, Layout(dp=2))):
+        saving = ["--save", folder, "--save-interval", stop, "--load", folder, "--no-load-rng"]
+        _, moved = _run(packer, toy_data, folder, layout, *saving, "--exit-interval", stop)
+    assert {step: sorted(_documents(plan)) for step, plan in moved.items()} == {
+        step: sorted(_documents(plan)) for step, plan in planned.items()
+    }
+
+
+def _documents(plan: Any) -> list[tuple[int, ...]]:
+    return [tuple(d) for replica in plan for micro_batch in replica for d in micro_batch]

@@ -17,7 +17,6 @@ PLANNERS = {"numpy", *OWN}
 ALLOWED = {
     "wlb": PLANNERS,
     "wlb/attention": {*PLANNERS, "torch"},
-    "wlb/data": {*PLANNERS, "torch"},
     "wlb/report": {*PLANNERS, "matplotlib"},
     "megatron/wlb": {"megatron", "numpy", "packaging", "sentencepiece", "torch", "tqdm", "transformer_engine", *OWN},
 }

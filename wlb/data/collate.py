@@ -35,7 +35,6 @@ class PackedTokens:
     position_ids: (T,) int64, from 0 in each document piece and in the padding.
     loss_mask: (T,) float32, 1 on documents and 0 on padding.
     cu_seqlens: (segments + 1,) int32, leading 0, last T; the padding, if any, is the last segment.
-    max_seqlen: longest segment.
     """
 
     tokens: NDArray[np.int64]
@@ -43,7 +42,6 @@ class PackedTokens:
     position_ids: NDArray[np.int64]
     loss_mask: NDArray[np.float32]
     cu_seqlens: NDArray[np.int32]
-    max_seqlen: int
 
 
 def padded_num_tokens(micro_batch: MicroBatch, pad_to_multiple: int) -> int:
@@ -79,7 +77,6 @@ def collate(
     loss_mask = np.zeros(num_tokens, dtype=np.float32)
     loss_mask[:num_real] = 1.0
     cu_seqlens = micro_batch.cu_seqlens
-    max_seqlen = micro_batch.max_seqlen
     first = 0
     for document in micro_batch.documents:
         stored = read(document.sequence, document.start, document.length + 1)
@@ -90,7 +87,6 @@ def collate(
         first = stop
     if num_real < num_tokens:
         cu_seqlens = np.append(cu_seqlens, np.int32(num_tokens))
-        max_seqlen = max(max_seqlen, num_tokens - num_real)
     starts = np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))  # (segments,) -> (T,)
     return PackedTokens(
         tokens=tokens,
@@ -98,7 +94,6 @@ def collate(
         position_ids=np.arange(num_tokens, dtype=np.int64) - starts,
         loss_mask=loss_mask,
         cu_seqlens=cu_seqlens,
-        max_seqlen=max_seqlen,
     )
 
 

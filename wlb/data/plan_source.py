@@ -13,6 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -42,6 +43,7 @@ class PlannerSpec:
     cost, pad_to_multiple: for the statistics.
     keeps_ledger: make a ledger line of every step.
     restored: a state of `StepPlanner.state`, or None at the beginning.
+    kept_steps: see `StepPlanner`; more than the steps planned ahead.
     """
 
     rows: tuple[IndexRows, ...]
@@ -57,6 +59,7 @@ class PlannerSpec:
     keeps_ledger: bool = False
     restored: dict[str, Any] | None = None
     ramp: tuple[tuple[int, int], ...] = ()
+    kept_steps: int = 2
 
     def build(self, clock: Callable[[], float] = time.perf_counter) -> StepPlanner:
         """Raises StateError if `restored` is of other data or of another configuration."""
@@ -68,6 +71,7 @@ class PlannerSpec:
             ramp=[(first, build_packer(self.packer, self._options_of(count))) for first, count in self.ramp],
             num_steps=self.num_steps,
             clock=clock,
+            kept_steps=self.kept_steps,
         )
         if self.restored is not None:
             planner.restore(self.restored)
@@ -85,6 +89,7 @@ class PlannerSpec:
             micro_batches=plan.replicas[self.replica],
             fingerprint=plan.fingerprint,
             statistics=statistics_of(plan, self.cost, pad_to_multiple=self.pad_to_multiple),
+            counters=planner.counters,
             plan_s=planner.plan_s(plan.step),
             ledger_line=ledger_line(plan) if self.keeps_ledger else "",
         )
@@ -147,7 +152,7 @@ class ProcessSource:
             [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
         )
         theirs.close()
-        self._send(spec)
+        self._send(replace(spec, kept_steps=steps_ahead + 2))
         self._ready: deque[PlannedStep] = deque()
         self._given = 0 if spec.restored is None else int(spec.restored["packer_state"]["step"])
         self._num_steps = spec.num_steps
@@ -244,9 +249,17 @@ def serve(descriptor: int) -> None:
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except WlbError as error:
-        connection.send(("error", error))
+        _say_last(connection, error)
     except Exception as error:
-        connection.send(("error", PlannerProcessError(f"planning failed: {type(error).__name__}: {error}")))
+        _say_last(connection, PlannerProcessError(f"planning failed: {type(error).__name__}: {error}"))
+
+
+def _say_last(connection: Connection, error: Exception) -> None:
+    """Leave the error for when it is asked for: the other side may still hold steps and go on ordering."""
+    with suppress(EOFError, OSError):
+        connection.send(("error", error))
+        while True:
+            connection.recv()
 
 
 def _encode(step: PlannedStep) -> tuple[Any, ...]:
@@ -255,19 +268,21 @@ def _encode(step: PlannedStep) -> tuple[Any, ...]:
         *pack_micro_batches(step.micro_batches),
         step.fingerprint,
         step.statistics,
+        step.counters,
         step.plan_s,
         step.ledger_line,
     )
 
 
 def _decode(message: tuple[str, Any]) -> PlannedStep:
-    kind, (step, table, counts, fingerprint, statistics, plan_s, line) = message
+    kind, (step, table, counts, fingerprint, statistics, counters, plan_s, line) = message
     assert kind == "step", f"expected a step, got {kind}"
     return PlannedStep(
         step=step,
         micro_batches=unpack_micro_batches(table, counts),
         fingerprint=fingerprint,
         statistics=statistics,
+        counters=counters,
         plan_s=plan_s,
         ledger_line=line,
     )

@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.cost.model import CostModel
+from wlb.data.collate import padded_num_tokens
+from wlb.data.stream import StreamCounters
 from wlb.documents import Document, MicroBatch, StepPlan, total_tokens
 from wlb.metrics import imbalance_degree
 
@@ -49,6 +51,7 @@ class PlannedStep:
     micro_batches: of this replica, in pipeline order.
     fingerprint: of the whole plan.
     statistics: of the whole plan.
+    counters: what the document stream has handed out when the step is planned.
     plan_s: seconds that planning took, wherever it ran.
     ledger_line: see `wlb.data.planner.ledger_line`; empty where no ledger is kept.
     """
@@ -57,6 +60,7 @@ class PlannedStep:
     micro_batches: tuple[MicroBatch, ...]
     fingerprint: int
     statistics: StepStatistics
+    counters: StreamCounters
     plan_s: float
     ledger_line: str = ""
 
@@ -69,8 +73,7 @@ def statistics_of(plan: StepPlan, cost: CostModel, *, pad_to_multiple: int) -> S
         imbalance_micro_batches=imbalance_degree([s for replica in replica_s for s in replica]),
         imbalance_replicas=imbalance_degree([sum(replica) for replica in replica_s]),
         trained_tokens=plan.num_tokens,
-        padding_tokens=sum(max(1, -(-m.num_tokens // pad_to_multiple)) * pad_to_multiple for m in plan.micro_batches)
-        - plan.num_tokens,
+        padding_tokens=sum(padded_num_tokens(m, pad_to_multiple) for m in plan.micro_batches) - plan.num_tokens,
         num_micro_batches=len(plan.micro_batches),
         max_micro_batch_tokens=max(m.num_tokens for m in plan.micro_batches),
         waiting_documents=len(plan.waiting),

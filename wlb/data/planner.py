@@ -8,16 +8,15 @@ k - 1 saves `state_before(k)`, whatever has been planned since.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise, tee
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from wlb.data.saved_state import require_equal
-from wlb.data.stream import DocumentStream
+from wlb.data.stream import DocumentStream, StreamCounters
 from wlb.documents import StepPlan
 from wlb.errors import ConfigError, StateError
 from wlb.packing.packer import Packer, PackerState
@@ -46,7 +45,6 @@ class StepPlanner:
         are drawn in all and the last step trains whatever waits, so that with cut="stream" packers that draw
         their budget train the same documents over the run. None: no known end.
     clock: seconds, for `plan_s`.
-    ledger: called with one line of JSON (see `ledger_line`) for each step planned, e.g. the `write` of a file.
     kept_steps: planned steps that `state_before` and `plan_s` can still be asked about; more than the number of
         steps planned ahead.
 
@@ -61,7 +59,6 @@ class StepPlanner:
         ramp: Sequence[tuple[int, Packer]] = (),
         num_steps: int | None,
         clock: Callable[[], float] = time.perf_counter,
-        ledger: Callable[[str], object] | None = None,
         kept_steps: int = 8,
     ) -> None:
         if any(p.shape.window_tokens != stream.window_tokens for p in (packer, *(p for _, p in ramp))):
@@ -79,13 +76,17 @@ class StepPlanner:
         self._packer_state = packer.initial_state()
         self._num_steps = num_steps
         self._clock = clock
-        self._ledger = ledger
         self._kept: deque[_PlannedStep] = deque(maxlen=kept_steps)
 
     @property
     def step(self) -> int:
         """Index of the next step to plan."""
         return self._packer_state.step
+
+    @property
+    def counters(self) -> StreamCounters:
+        """Of the document stream."""
+        return self._stream.counters
 
     @property
     def finished(self) -> bool:
@@ -114,21 +115,7 @@ class StepPlanner:
                 plan_s=self._clock() - begin_s,
             )
         )
-        if self._ledger is not None:
-            self._ledger(ledger_line(plan))
         return plan
-
-    def readers(self, count: int) -> tuple[Iterator[StepPlan], ...]:
-        """`count` iterators that each give every plan from here to the end of the run.
-
-        Each step is planned once, when the first of them asks for it, and forgotten when the last has had it. For
-        several consumers in one process and thread, such as the model chunks of virtual pipeline stages.
-        """
-        return tee(self._remaining_plans(), count)
-
-    def _remaining_plans(self) -> Iterator[StepPlan]:
-        while not self.finished:
-            yield self.next_step()
 
     def plan_s(self, step: int) -> float:
         """Seconds that planning `step` took, for one of the last `kept_steps` planned."""
@@ -215,20 +202,13 @@ def ledger_line(plan: StepPlan) -> str:
 
 
 def _packer_config(packer: Packer) -> dict[str, Any]:
-    """What a packer's saved state depends on.
+    """What the documents that wait in a saved state depend on.
 
-    Cost models are left out: waiting documents stay valid when costs have been measured anew.
+    Costs, search budgets and the like are left out: they may change from one run to the next.
     """
-    config: dict[str, Any] = {
+    return {
         "algorithm": type(packer).__name__,
         "window_tokens": packer.shape.window_tokens,
         "num_micro_batches": packer.shape.num_micro_batches,
+        **{name: json.dumps(getattr(packer, name)) for name in packer.state_fields},
     }
-    if dataclasses.is_dataclass(packer):
-        for field in dataclasses.fields(packer):
-            try:
-                text = json.dumps(getattr(packer, field.name))
-            except TypeError:
-                continue  # an object: the shape, a cost model
-            config[field.name] = text if len(text) <= 200 else hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-    return config

@@ -36,6 +36,7 @@ class GreedyPacker:
     window_batches: int = 1
 
     natural_cut: ClassVar[Literal["stream", "window"]] = "window"
+    state_fields: ClassVar[tuple[str, ...]] = ("window_batches",)
     free_counts: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

@@ -106,6 +106,9 @@ class Packer(Protocol):
     natural_cut: ClassVar[Literal["stream", "window"]]
     """The document cut that the algorithm was published with; it works with either."""
 
+    state_fields: ClassVar[tuple[str, ...]]
+    """Options on which the documents held in a state depend: a state saved under others is refused."""
+
     free_counts: ClassVar[bool]
     """Whether replicas may run any number of micro-batches, each another one; if not, all run
     `shape.micro_batches_per_replica`, and more only in a last step."""

@@ -25,6 +25,7 @@ class PlainPacker:
     shape: StepShape
 
     natural_cut: ClassVar[Literal["stream", "window"]] = "stream"
+    state_fields: ClassVar[tuple[str, ...]] = ()
     free_counts: ClassVar[bool] = False
 
     @classmethod

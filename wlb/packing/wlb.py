@@ -47,6 +47,7 @@ class WlbPacker:
     thresholds_tokens: tuple[int, ...] = ()
 
     natural_cut: ClassVar[Literal["stream", "window"]] = "window"
+    state_fields: ClassVar[tuple[str, ...]] = ("cap_windows", "thresholds_tokens")
     free_counts: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

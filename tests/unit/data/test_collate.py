@@ -44,7 +44,6 @@ def test_two_documents_and_a_padded_tail():
     assert out.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
     assert out.loss_mask.tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
     assert out.cu_seqlens.tolist() == [0, 3, 5, 8]
-    assert out.max_seqlen == 3
     assert [a.dtype for a in (out.tokens, out.labels, out.position_ids)] == [np.int64] * 3
     assert (out.loss_mask.dtype, out.cu_seqlens.dtype) == (np.float32, np.int32)
 
@@ -53,13 +52,11 @@ def test_no_padding_where_the_total_already_divides():
     out = packed(micro_batch((0, 0, 3), (1, 0, 2)), pad_to_multiple=5)
     assert out.cu_seqlens.tolist() == [0, 3, 5]
     assert out.loss_mask.tolist() == [1, 1, 1, 1, 1]
-    assert out.max_seqlen == 3
 
 
 def test_the_padding_may_be_the_longest_segment():
     out = packed(micro_batch((0, 0, 2)), pad_to_multiple=7)
     assert out.cu_seqlens.tolist() == [0, 2, 7]
-    assert out.max_seqlen == 5
 
 
 def test_a_cut_document_takes_the_label_across_the_cut_from_itself():
@@ -77,7 +74,6 @@ def test_an_empty_micro_batch_is_padding_only():
     assert out.loss_mask.tolist() == [0, 0, 0, 0]
     assert out.position_ids.tolist() == [0, 1, 2, 3]
     assert out.cu_seqlens.tolist() == [0, 4]
-    assert out.max_seqlen == 4
 
 
 def test_one_read_per_document():

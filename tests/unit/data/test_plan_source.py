@@ -112,6 +112,29 @@ def test_an_error_in_planning_reaches_training(rows: tuple[IndexRows, ...]) -> N
         ProcessSource(_spec(missing), steps_ahead=1, rank=0, timeout_s=20)
 
 
+def test_a_state_is_kept_however_far_planning_is_ahead(rows: tuple[IndexRows, ...]) -> None:
+    spec = _spec(rows, num_steps=20)
+    inline, process = InlineSource(spec), ProcessSource(spec, steps_ahead=12, rank=0, timeout_s=20)
+    try:
+        for _ in range(3):
+            assert _without_time(process.next_step()) == _without_time(inline.next_step())
+        assert process.state() == inline.state()
+    finally:
+        process.close()
+
+
+def test_an_error_met_ahead_comes_when_its_step_is_asked_for(rows: tuple[IndexRows, ...]) -> None:
+    """The third step cannot be planned. Whoever is two steps ahead still hands over the first two."""
+    process = ProcessSource(_spec(rows, num_steps=2), steps_ahead=2, rank=0, timeout_s=20)
+    process._num_steps = None  # so that more is ordered than the planner knows of
+    try:
+        assert [process.next_step().step for _ in range(2)] == [0, 1]
+        with pytest.raises(ConfigError, match="step must be below num_steps 2, got 2"):
+            process.next_step()
+    finally:
+        process.close()
+
+
 def test_a_dead_process_is_an_error_that_names_the_rank(process: ProcessSource) -> None:
     process.next_step()
     os.kill(process._process.pid, signal.SIGKILL)

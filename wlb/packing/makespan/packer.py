@@ -57,6 +57,7 @@ class MakespanPacker:
     _timer: ReplicaTimer = field(init=False, repr=False, compare=False)
 
     natural_cut: ClassVar[Literal["stream", "window"]] = "stream"
+    state_fields: ClassVar[tuple[str, ...]] = ()
     free_counts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
