@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from wlb.packing.dealing import pipeline_order
 from wlb.packing.makespan.fill import FEW_DOCUMENTS, NO_CAP, by_length, spread
 from wlb.packing.makespan.replica import Replica, sums
 from wlb.packing.makespan.timer import NEVER, ReplicaTimer
@@ -24,7 +25,7 @@ def orders(loads: Sequence[int]) -> Iterator[list[int]]:
     """Orders worth a try: the pipeline fills behind the first micro-batches and drains behind the last."""
     rising = sorted(range(len(loads)), key=lambda i: (loads[i], i))
     falling = rising[::-1]
-    yield rising[1::2] + rising[::2][::-1]  # least at both ends
+    yield list(pipeline_order(loads))
     yield rising
     yield falling
     for ends in (1, 2, 3):  # all falling, but a few of the least first and last
