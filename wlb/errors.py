@@ -31,3 +31,7 @@ class PatchError(WlbError, RuntimeError):
 
 class PlannerProcessError(WlbError, RuntimeError):
     """The process that plans ahead ended or did not answer in time."""
+
+
+class ShardingError(WlbError, ValueError):
+    """Tokens cannot be divided over context-parallel ranks as asked, or a plan does not fit what it is used on."""
