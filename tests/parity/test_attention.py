@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb.attention import dense_attention, packed_attention
@@ -79,6 +80,7 @@ def test_bfloat16_errs_at_most_twice_as_much_as_the_definition_in_bfloat16(num_h
     assert all(error <= 2 * scale for error, scale in zip(ours, definition, strict=True)), (ours, definition)
 
 
+@settings(deadline=None)
 @given(
     lengths=st.lists(st.sampled_from([1, 1, 2, 3, 5, 7, 11, 16, 29, 64, 97]), min_size=1, max_size=8).map(tuple),
     heads=st.sampled_from([(4, 4), (4, 2), (6, 3), (3, 1)]),
@@ -159,6 +161,23 @@ def test_scale_is_a_factor_on_the_scores() -> None:
     wanted = dense_attention(query, key, value, segments, scale=0.7)
     torch.testing.assert_close(packed_attention(query, key, value, segments, scale=0.7), wanted, rtol=0, atol=1e-12)
     assert not torch.allclose(packed_attention(query, key, value, segments), wanted)
+
+
+@pytest.mark.parametrize("value_size", [5, 8, 12])
+@pytest.mark.parametrize("window_tokens", [None, 1, 4, 300])
+def test_windows_and_value_sizes_equal_the_oracle(window_tokens: int | None, value_size: int) -> None:
+    """Documents longer than what one mask covers; values narrower and wider than queries."""
+    segments = _segments((700, 1, 40))
+    query, key, _, _ = _inputs(segments[-1], 4, 2, seed=9)
+    generator = torch.Generator().manual_seed(10)
+    value, grad = (torch.randn(741, n, value_size, generator=generator, dtype=torch.float64) for n in (2, 4))
+    results, wanted = (
+        _run(partial(attention, window_tokens=window_tokens), (query, key, value, grad), segments)
+        for attention in (packed_attention, dense_attention)
+    )
+    assert results[0].shape == (741, 4, value_size)
+    for result, exact in zip(results, wanted, strict=True):
+        torch.testing.assert_close(result, exact, rtol=0, atol=1e-11)
 
 
 def test_segments_must_end_at_the_number_of_tokens() -> None:

@@ -1,6 +1,19 @@
-"""Attention over packed documents: each document attends to itself, causally."""
+"""Attention over packed documents, each of which attends to itself, causally; divided over ranks by a `ShardPlan`."""
 
 from wlb.attention.dense import dense_attention
+from wlb.attention.exchange import GroupExchange, KvExchange, Transfer
+from wlb.attention.in_process import Mailbox, all_ranks_attention
 from wlb.attention.packed import packed_attention
+from wlb.attention.sharded import CommType, sharded_attention
 
-__all__ = ["dense_attention", "packed_attention"]
+__all__ = [
+    "CommType",
+    "GroupExchange",
+    "KvExchange",
+    "Mailbox",
+    "Transfer",
+    "all_ranks_attention",
+    "dense_attention",
+    "packed_attention",
+    "sharded_attention",
+]
