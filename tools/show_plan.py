@@ -24,7 +24,7 @@ from wlb.data.index_file import check_index, index_lengths
 from wlb.data.stream import DocumentSource, DocumentStream
 from wlb.errors import ConfigError
 from wlb.report.shard_summary import AttentionShape, ShardSummary, pack_text, shards_text
-from wlb.sharding import SHARDERS, ShardCosts, Sharding
+from wlb.sharding import DEFAULT_OPERATIONS_PER_BYTE, SHARDERS, ShardCosts, Sharding
 from wlb.simulate.trace import load_lengths
 
 _SHAPE, _COSTS = AttentionShape(), ShardCosts()
@@ -71,11 +71,11 @@ def make_parser() -> argparse.ArgumentParser:
         "--tile-tokens", type=int, default=_COSTS.tile_tokens, help="Of the attention kernel. Default %(default)s."
     )
     costs.add_argument(
-        "--received-token-pairs",
-        type=int,
-        default=_COSTS.received_token_pairs,
-        metavar="PAIRS",
-        help="Price of receiving a token's key and value: (query, key) pairs computed meanwhile. Default %(default)s.",
+        "--operations-per-byte",
+        type=float,
+        default=DEFAULT_OPERATIONS_PER_BYTE,
+        help="Operations of attention that are computed while a byte of keys and values arrives: the trainer's "
+        "--wlb-operations-per-byte. 0: receiving is free. Default %(default)s.",
     )
     parser.add_argument("--spans", action="store_true", help="Print every span of every rank, not only the first few.")
     parser.add_argument("--out", type=Path, metavar="FILE", help="Draw the picture here: .png or .svg.")
@@ -96,7 +96,13 @@ def main(argv: Sequence[str]) -> None:
         kv_channels=args.kv_channels,
         bytes_per_number=args.bytes_per_number,
     )
-    costs = ShardCosts(tile_tokens=args.tile_tokens, received_token_pairs=args.received_token_pairs)
+    costs = ShardCosts.for_model(
+        num_heads=attention.num_attention_heads,
+        num_kv_heads=attention.num_query_groups,
+        bytes_per_number=attention.bytes_per_number,
+        operations_per_byte=args.operations_per_byte,
+        tile_tokens=args.tile_tokens,
+    )
     if args.cp < 1:
         raise ConfigError(f"--cp must be >= 1, got {args.cp}")
     shardings = [Sharding(name=name, cp_size=args.cp, costs=costs) for name in dict.fromkeys(args.sharder)]

@@ -166,7 +166,7 @@ def shards_text(summaries: Sequence[ShardSummary], attention: AttentionShape, *,
         lines += ["", summary.name, *_aligned([_RANK_HEAD, *_rank_rows(summary, attention, all_spans)], left={8})]
     lines += ["", *_aligned([_plan_head(first), *(_plan_row(s, first, attention) for s in summaries)], left={0})]
     if costs.received_token_pairs == 0:
-        lines.append("(speed counts attention alone: receiving has no price without --received-token-pairs)")
+        lines.append("(speed counts attention alone: --operations-per-byte 0 makes receiving free)")
     return "\n".join(lines)
 
 

@@ -80,8 +80,8 @@ def test_speed_counts_what_receiving_costs_when_it_has_a_price():
     plans = [summary(name, (5, 3), 2, received_token_pairs=10) for name in ("per_sequence", "per_document")]
     text = shards_text(plans, ATTENTION)
     assert text.splitlines()[-1].split()[-1] == f"{33 / 51:.2f}"
-    assert "--received-token-pairs" not in text
-    assert "--received-token-pairs" in shards_text([summary("per_sequence", (5, 3), 2)], ATTENTION)
+    assert "--operations-per-byte" not in text
+    assert "--operations-per-byte" in shards_text([summary("per_sequence", (5, 3), 2)], ATTENTION)
 
 
 def test_spans_are_cut_short_unless_asked_for():

@@ -98,7 +98,8 @@ def test_pads_the_tail_and_says_so(show):
 
 
 def test_only_the_sharders_named_in_their_order(show):
-    lines = show("--lengths", 5, 3, "--cp", 2, "--sharder", "per_document", "per_sequence", "--tile-tokens", 1)
+    named = ["--sharder", "per_document", "per_sequence"]
+    lines = show("--lengths", 5, 3, "--cp", 2, *named, "--tile-tokens", 1, "--operations-per-byte", 0)
     assert lines.index("per_document") < lines.index("per_sequence")
     (head,) = [line for line in lines if line.startswith("sharder ")]
     assert head.endswith("speed, per_document = 1")
@@ -173,7 +174,7 @@ def test_draws_into_a_folder_that_is_made(show, tmp_path, name, start):
             "num_query_groups must divide num_attention_heads = 32, got 5",
         ),
         (["--lengths", "5", "--cp", "2", "--tile-tokens", "0"], "tile_tokens must be >= 1, got 0"),
-        (["--lengths", "5", "--cp", "2", "--received-token-pairs", "-1"], "received_token_pairs must be >= 0, got -1"),
+        (["--lengths", "5", "--cp", "2", "--operations-per-byte", "-1"], "operations_per_byte must be >= 0 and finite, got -1"),
         (["--lengths-file", "nowhere.json", "--cp", "2"], "lengths file nowhere.json: cannot be read"),
         (["--data-prefix", "nowhere", "--cp", "2"], "data prefix nowhere must name an .idx and a .bin file"),
     ],
