@@ -5,11 +5,15 @@
         --packers plain,greedy,wlb --json OUT
     python benchmarks/packing.py --lengths FILE --pp 4 --dp 1 --micro-batches 4 --packers plain,makespan \
         --max-delay-steps 0 --cap-windows 1.0 --in-flight-windows PP --shuffle numpy --json OUT
+    python benchmarks/packing.py --lengths FILE --cp 8 --cp-sharding hybrid --packers plain,makespan:blind,makespan
 
 Times are predicted by the 1F1B model of wlb/schedule with the cost (d/B)^2 + d/B per document, B the crossover,
 attention backward 2.5 x and the rest 2 x, and a fixed cost per micro-batch and stage: the linear time of
 --overhead-tokens tokens there. Steps are counted once every outlier queue of the packer has released (its
 warm-up), and the run then stops without draining; documents in, out and waiting are of the whole run.
+
+With --cp a micro-batch takes as long as its slowest context-parallel rank under --cp-sharding, with keys and values to
+receive priced as for Llama-2-7B, and packers know it unless :blind is behind their name.
 
 For makespan the JSON also holds its search curve: the first --curve-steps steps planned with other numbers of
 evaluations.
@@ -21,9 +25,9 @@ import argparse
 import json
 import shlex
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -35,11 +39,30 @@ from wlb.cost import CrossoverCost
 from wlb.data.atomic_files import atomic_path
 from wlb.data.stream import DocumentSource, DocumentStream
 from wlb.errors import ConfigError, WlbError
-from wlb.packing import DEFAULT_NUM_QUEUES, PACKERS, PackerOptions, StepShape, build_packer, derive_thresholds
+from wlb.packing import (
+    DEFAULT_NUM_QUEUES,
+    DEFAULT_SOLVER_SECONDS,
+    PACKERS,
+    PackerOptions,
+    StepShape,
+    build_packer,
+    derive_thresholds,
+    natural_cut,
+)
+from wlb.packing.delay_thresholds import (
+    DEFAULT_MEAN_DELAY_STEPS,
+    ChosenThresholds,
+    choose_thresholds,
+    front_table,
+    threshold_remarks,
+)
 from wlb.packing.makespan.packer import default_evaluations
 from wlb.packing.packer import Packer
+from wlb.report.delay_curve import delay_table, draw_delay_curve
+from wlb.sharding import SHARDERS, Division, ShardCosts, Sharding
 from wlb.simulate import Cluster, ReplayResult, load_lengths, replay
 
+_CURVE_BOUNDS = (0, 1, 2, 4, 8, 16, 32, 64)
 _TABLE = (
     ("imbalance_degree", "imbalance", ".3f"),
     ("step_time_over_ideal", "time/ideal", ".3f"),
@@ -66,6 +89,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--window", type=int, default=131072, help="tokens")
     parser.add_argument("--pp", type=int, default=4, help="pipeline stages")
     parser.add_argument("--dp", type=int, default=1, help="data-parallel replicas")
+    parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks that divide each micro-batch")
+    parser.add_argument("--cp-sharding", choices=tuple(SHARDERS), help="how (default: per_sequence)")
+    parser.add_argument("--shard-plans", type=int, help="shard plans that makespan makes in a step (default: 120 ms)")
     parser.add_argument("--micro-batches", type=int, default=4, help="per data-parallel rank and step")
     parser.add_argument("--steps", type=int, default=100, help="counted steps")
     parser.add_argument("--crossover", type=float, default=36000.0, help="tokens at which attention = the rest")
@@ -81,7 +107,25 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "what plain holds); a step beyond it is an error",
     )
     parser.add_argument(
-        "--max-delay-steps", type=int, choices=(0,), default=0, help="steps that makespan may hold documents back: 0"
+        "--max-delay-steps",
+        type=int,
+        default=0,
+        help="longest wait of a document under makespan, two_stage, and wlb with --wlb-intake budget",
+    )
+    parser.add_argument(
+        "--wlb-intake",
+        choices=("algorithm1", "budget"),
+        default="algorithm1",
+        help="how wlb draws and releases: as published, or within the budget of every step",
+    )
+    parser.add_argument(
+        "--mean-delay-steps",
+        type=float,
+        default=DEFAULT_MEAN_DELAY_STEPS,
+        help="limit of the mean delay when thresholds for --max-delay-steps are chosen",
+    )
+    parser.add_argument(
+        "--delay-curve", type=Path, help="draw makespan's step time by --max-delay-steps 0 to 64 to this PNG file"
     )
     parser.add_argument("--search-evaluations", type=int, help="candidates that makespan times (default: about 20 ms)")
     parser.add_argument("--curve-steps", type=int, default=10, help="steps of makespan's search curve; 0 leaves it out")
@@ -98,20 +142,39 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         default="stream",
         help="order of the documents: the training stream's, or numpy's default_rng(seed).permutation",
     )
-    parser.add_argument("--packers", default=",".join(PACKERS), help="names, comma-separated")
+    parser.add_argument(
+        "--packers",
+        default=",".join(name for name in PACKERS if name != "solver"),
+        help="names, comma-separated (default: all but solver, which is slow); NAME:blind is not told how "
+        "ranks divide a micro-batch",
+    )
     parser.add_argument("--cut", choices=("stream", "window"), help="document cut (default: each packer's own)")
     parser.add_argument("--num-queues", type=int, default=DEFAULT_NUM_QUEUES, help="of the derived thresholds, at most")
-    parser.add_argument("--thresholds", help="tokens, comma-separated, instead of derived ones; 'none' delays nothing")
+    parser.add_argument(
+        "--thresholds",
+        help="tokens, comma-separated, or 'none'; default: derived for wlb as published, for others chosen by a replay "
+        "of the lengths in another order",
+    )
     parser.add_argument("--greedy-window-batches", type=int, default=1, help="global batches per greedy window")
+    parser.add_argument(
+        "--solver-lengths", choices=("variable", "fixed"), default="variable", help="what solver solves"
+    )
+    parser.add_argument(
+        "--solver-seconds", type=float, default=DEFAULT_SOLVER_SECONDS, help="that solver may search in a step"
+    )
     parser.add_argument("--json", type=Path, help="write the results here")
     return parser.parse_args(arguments)
 
 
-def thresholds(options: argparse.Namespace, lengths: NDArray[Any]) -> tuple[int, ...]:
+def derived_thresholds(options: argparse.Namespace, lengths: NDArray[Any]) -> tuple[int, ...]:
+    return derive_thresholds(
+        lengths, options.window, options.num_queues, num_micro_batches=options.dp * options.micro_batches
+    )
+
+
+def given_thresholds(options: argparse.Namespace) -> tuple[int, ...] | None:
     if options.thresholds is None:
-        return derive_thresholds(
-            lengths, options.window, options.num_queues, num_micro_batches=options.dp * options.micro_batches
-        )
+        return None
     if options.thresholds == "none":
         return ()
     try:
@@ -130,6 +193,20 @@ def in_flight_tokens(options: argparse.Namespace) -> int | None:
     return int(windows * options.window)
 
 
+def division(options: argparse.Namespace) -> Division | None:
+    costs = ShardCosts.for_model(num_heads=32, num_kv_heads=32)  # of the model whose crossover is the default
+    sharding = Sharding(name=options.cp_sharding or "per_sequence", cp_size=options.cp, costs=costs)
+    return Division.of(sharding, pad_to_multiple=options.cp, typical_tokens=options.window)
+
+
+def build(name: str, packer_options: PackerOptions) -> Packer:
+    """A packer by its name, `:blind` behind it where it must not know the division."""
+    packer, colon, kind = name.partition(":")
+    if colon and kind != "blind":
+        raise ConfigError(f"--packers must be names, or names with :blind, got {name!r}")
+    return build_packer(packer, replace(packer_options, division=None) if colon else packer_options)
+
+
 class Trace:
     """The documents of the file, from the beginning for every run."""
 
@@ -140,11 +217,11 @@ class Trace:
         if options.shuffle == "numpy":
             self._ordered = self.lengths[np.random.default_rng(options.seed).permutation(len(self.lengths))]
 
-    def stream(self, packer: Packer) -> DocumentStream:
+    def stream(self, cut: Literal["stream", "window"]) -> DocumentStream:
         return DocumentStream(
             [DocumentSource(lengths=self._ordered, label_tokens=0)],
             window_tokens=self._options.window,
-            cut=self._options.cut or packer.natural_cut,
+            cut=cut,
             seed=self._options.seed,
             shuffle=self._options.shuffle == "stream",
         )
@@ -160,6 +237,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         num_stages=options.pp,
         in_flight_tokens=limit_tokens,
         sends=options.sends,
+        division=division(options),
     )
     packer_options = PackerOptions(
         shape=StepShape(
@@ -169,29 +247,52 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         ),
         cost=cluster.cost,
         cap_windows=options.cap_windows,
-        thresholds_tokens=thresholds(options, trace.lengths),
+        max_delay_steps=options.max_delay_steps,
+        wlb_intake=options.wlb_intake,
         greedy_window_batches=options.greedy_window_batches,
-        pipeline=cluster.model,
+        pipeline=cluster.undivided,
         in_flight_windows=None if limit_tokens is None else limit_tokens / options.window,
         search_evaluations=options.search_evaluations,
+        solver_lengths=options.solver_lengths,
+        solver_seconds=options.solver_seconds,
+        # Not the cluster's: what replaying remembers would make planning look faster.
+        division=division(options),
+        shard_plans=options.shard_plans,
     )
-    packers = {name: build_packer(name, packer_options) for name in names}
+    choice = given_thresholds(options)
+    tried: ChosenThresholds | None = None
+    if choice is None and options.max_delay_steps:
+        tried = choose_thresholds(packer_options, trace.lengths, max_mean_delay_steps=options.mean_delay_steps)
+    by_replay = choice if tried is None else tried.chosen.thresholds_tokens
+    packers = {}
+    for name in names:
+        delays = options.max_delay_steps and (not name.startswith("wlb") or options.wlb_intake == "budget")
+        tokens = by_replay if delays else choice
+        if tokens is None:
+            tokens = derived_thresholds(options, trace.lengths)
+        packers[name] = build(name, replace(packer_options, thresholds_tokens=tokens))
+        for sentence in threshold_remarks(packers[name].thresholds_tokens, trace.lengths, options.window):
+            print(f"{name}: {sentence}", file=sys.stderr)
+    cuts = {name: cut_of(options, name) for name in names}
     results: dict[str, ReplayResult] = {}
     with tqdm(total=options.steps * len(packers), unit="step", file=sys.stderr) as progress:
         for name, packer in packers.items():
             progress.set_description(name)
             results[name] = replay(
-                packer, trace.stream(packer), cluster, num_steps=options.steps, on_step=progress.update
+                packer, trace.stream(cuts[name]), cluster, num_steps=options.steps, on_step=progress.update
             )
     report: dict[str, Any] = {
         "command": shlex.join([Path(sys.executable).name, "benchmarks/packing.py", *sys.argv[1:]]),
         "versions": {"python": sys.version.split()[0], "numpy": np.__version__},
         "documents_in_file": len(trace.lengths),
-        "thresholds_tokens": list(packer_options.thresholds_tokens),
+        "thresholds_tokens": list(derived_thresholds(options, trace.lengths) if choice is None else choice),
+        "thresholds_tried": None if tried is None else [asdict(t) for t in tried.tried],
+        "thresholds_front": None if tried is None else front_table(tried),
         "packers": {
             name: {
                 **result.to_json(),
-                "cut": options.cut or packers[name].natural_cut,
+                "cut": cuts[name],
+                "thresholds_tokens": list(packers[name].thresholds_tokens),
                 "speedup_vs_plain": (
                     results["plain"].time_per_token / result.time_per_token if "plain" in results else None
                 ),
@@ -200,8 +301,47 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         },
     }
     if "makespan" in names and options.curve_steps:
-        report["packers"]["makespan"]["search_curve"] = search_curve(options, packer_options, trace, cluster)
+        delaying = replace(packer_options, thresholds_tokens=by_replay or ())
+        report["packers"]["makespan"]["search_curve"] = search_curve(options, delaying, trace, cluster)
+    if options.delay_curve is not None:
+        report["delay_curve"] = delay_curve(options, packer_options, trace, cluster)
     return report
+
+
+def cut_of(options: argparse.Namespace, name: str) -> Literal["stream", "window"]:
+    cut: Literal["stream", "window"] | None = options.cut
+    return cut or natural_cut(name.partition(":")[0], max_delay_steps=options.max_delay_steps)
+
+
+def delay_curve(
+    options: argparse.Namespace, packer_options: PackerOptions, trace: Trace, cluster: Cluster
+) -> list[dict[str, Any]]:
+    """Makespan by the bound of a document's wait, thresholds chosen for each; 0 trains plain's pieces."""
+    plain = replay(
+        build_packer("plain", packer_options), trace.stream(options.cut or "stream"), cluster, num_steps=options.steps
+    )
+    curve: list[dict[str, Any]] = []
+    for bound in tqdm(_CURVE_BOUNDS, desc="delay curve", file=sys.stderr):
+        bounded = replace(packer_options, max_delay_steps=bound)
+        tokens = given_thresholds(options) if bound else ()
+        if tokens is None:
+            choice = choose_thresholds(bounded, trace.lengths, max_mean_delay_steps=options.mean_delay_steps)
+            tokens = choice.chosen.thresholds_tokens
+        packer = build_packer("makespan", replace(bounded, thresholds_tokens=tokens))
+        cut = options.cut or natural_cut("makespan", max_delay_steps=bound)
+        result = replay(packer, trace.stream(cut), cluster, num_steps=options.steps)
+        curve.append(
+            {
+                "max_delay_steps": bound,
+                "thresholds_tokens": list(tokens),
+                "step_time_over_ideal": result.step_time_over_ideal,
+                "speedup_vs_plain": plain.time_per_token / result.time_per_token,
+                "mean_delay_steps": result.mean_delay_steps,
+                "longest_wait_steps": result.max_delay_steps,
+                "step_tokens_cv": result.step_tokens_cv,
+            }
+        )
+    return curve
 
 
 def search_curve(
@@ -213,7 +353,12 @@ def search_curve(
     curve = []
     for evaluations in (0, most // 16, most // 4, most, 4 * most):
         packer = build_packer("makespan", replace(packer_options, search_evaluations=evaluations))
-        result = replay(packer, trace.stream(packer), cluster, num_steps=min(options.steps, options.curve_steps))
+        result = replay(
+            packer,
+            trace.stream(cut_of(options, "makespan")),
+            cluster,
+            num_steps=min(options.steps, options.curve_steps),
+        )
         curve.append(
             {
                 "evaluations": evaluations,
@@ -241,8 +386,15 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         report = run(options)
         print(f"$ {report['command']}")
-        print(f"thresholds of the outlier queues: {report['thresholds_tokens']} tokens")
+        if report["thresholds_front"] is not None:
+            print(f"thresholds by replay:\n{report['thresholds_front']}")
+        for name, result in report["packers"].items():
+            if result["thresholds_tokens"]:
+                print(f"thresholds of the outlier queues of {name}: {result['thresholds_tokens']} tokens")
         print(table(report))
+        if options.delay_curve is not None:
+            print(delay_table(report["delay_curve"]))
+            draw_delay_curve(report["delay_curve"], options.delay_curve)
         if options.json is not None:
             with atomic_path(options.json) as path:
                 path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

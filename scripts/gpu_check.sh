@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Checks the packed path on this machine's GPU: run this first there. At most 8 minutes on one GPU; needs no data.
-#   scripts/gpu_check.sh                 kernels and a GPT against a float64 oracle, then short training runs
+#   scripts/gpu_check.sh                 kernels, a GPT and sharded attention against an oracle, times of all
+#                                        context-parallel ranks beside the prediction, short training runs
 #   scripts/gpu_check.sh --device cpu    the same as a rehearsal without a GPU, under a minute
 #   scripts/gpu_check.sh --json FILE     write all that was measured
 #   WLB_VENV=/path/to/venv               use that environment; without it .venv, else python3 (a container with

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# One training run of the quickstart's GPT: 2 processes over gloo, no GPU.
+# One training run of the quickstart's GPT: processes over gloo, no GPU.
 #   scripts/quickstart_train.sh FOLDER CORPUS LAYOUT STEPS [further flags of pretrain_gpt_wlb.py]
-# LAYOUT is pp2, dp2 or tp2. FOLDER gets log.txt (everything the run printed), timeline/ and command.txt.
+# LAYOUT is pp2, dp2, tp2 or cp2, with 2 processes, or cp2pp2 or cp2dp2, with 4.
+# FOLDER gets log.txt (everything the run printed), timeline/ and command.txt.
 # The scripts/setup.sh environment must exist.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if (($# < 4)); then
-    sed -n '2,5s/^# *//p' "scripts/${BASH_SOURCE[0]##*/}" >&2
+    sed -n '2,6s/^# *//p' "scripts/${BASH_SOURCE[0]##*/}" >&2
     exit 2
 fi
 folder=$1 corpus=$2 layout=$3 steps=$4
@@ -41,21 +42,26 @@ case $layout in
 pp2) LAYOUT_FLAGS=(--pipeline-model-parallel-size 2) ;;
 dp2) LAYOUT_FLAGS=() ;;
 tp2) LAYOUT_FLAGS=(--tensor-model-parallel-size 2) ;;
+cp2) LAYOUT_FLAGS=(--context-parallel-size 2) ;;
+cp2pp2) LAYOUT_FLAGS=(--context-parallel-size 2 --pipeline-model-parallel-size 2) ;;
+cp2dp2) LAYOUT_FLAGS=(--context-parallel-size 2) ;;
 *)
-    echo "error: LAYOUT must be pp2, dp2 or tp2, got $layout" >&2
+    echo "error: LAYOUT must be pp2, dp2, tp2, cp2, cp2pp2 or cp2dp2, got $layout" >&2
     exit 2
     ;;
 esac
+num_processes=2
+[[ $layout == cp2?* ]] && num_processes=4
 
 python="${WLB_VENV:-.venv}/bin/python"
-# One thread a process: with more, the two processes would take the cores from each other.
+# One thread a process: with more, processes would take the cores from each other.
 export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 CUDA_VISIBLE_DEVICES=""
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 # A laptop's host name need not resolve; the loopback device always works.
 export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
 port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 COMMAND=(
-    "$python" -m torch.distributed.run --nproc-per-node 2 --master-addr 127.0.0.1 --master-port "$port"
+    "$python" -m torch.distributed.run --nproc-per-node "$num_processes" --master-addr 127.0.0.1 --master-port "$port"
     pretrain_gpt_wlb.py "${MODEL[@]}" "${CPU[@]}" "${TRAINING[@]}" "${DATA[@]}" "${LAYOUT_FLAGS[@]}"
     --wlb-document-cut stream --wlb-timeline "$folder/timeline" "$@"
 )
@@ -70,7 +76,7 @@ echo >>"$folder/command.txt"
 show_progress() {
     local line begin_s=$SECONDS
     local pattern='iteration +([0-9]+)/ *([0-9]+) .*elapsed time per iteration \(ms\): ([0-9]+).*lm loss: ([^ ]+)'
-    echo "    starting 2 processes (about 10 seconds)"
+    echo "    starting $num_processes processes (about 10 seconds)"
     while IFS= read -r line; do
         if [[ $line =~ $pattern ]]; then
             printf '    step %3d of %d   loss %.3f   %5.2f s a step   %3d s so far\n' "${BASH_REMATCH[1]}" \

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from argparse import Namespace
 from math import inf
+from typing import get_args
 
+from wlb.attention import CommType
 from wlb.errors import ConfigError
+from wlb.packing.solver import require_solver
 from wlb.packing.thresholds import MAX_QUEUES
 
 # Flags that only some packers read; with another packer they are refused, never ignored.
 _READ_BY = {
-    "wlb_cap_windows": ("wlb", "makespan"),
-    "wlb_in_flight_windows": ("makespan",),
+    "wlb_cap_windows": ("wlb", "makespan", "two_stage", "solver"),
+    "wlb_in_flight_windows": ("makespan", "two_stage"),
     "wlb_search_evaluations": ("makespan",),
     "wlb_num_queues": ("wlb",),
-    "wlb_thresholds": ("wlb",),
+    "wlb_intake": ("wlb",),
+    "wlb_thresholds": ("wlb", "makespan", "two_stage"),
     "wlb_greedy_window": ("greedy",),
+    "wlb_solver_lengths": ("solver",),
+    "wlb_solver_seconds": ("solver",),
 }
 
 
@@ -27,11 +33,31 @@ def check_values(args: Namespace) -> None:
             raise ConfigError(
                 f"{flag_name(name)} is read by {' and '.join(packers)} only, got {value} with packer {args.wlb_packing}"
             )
-    default_cap = 1.5 if args.wlb_packing == "wlb" else 1.0
+    fixed_lengths = args.wlb_solver_lengths == "fixed"
+    default_cap = 1.5 if args.wlb_packing in ("wlb", "solver") and not fixed_lengths else 1.0
     cap: float = default_cap if args.wlb_cap_windows is None else args.wlb_cap_windows
-    in_flight, thresholds = args.wlb_in_flight_windows, args.wlb_thresholds
+    in_flight, thresholds, bound = args.wlb_in_flight_windows, args.wlb_thresholds, args.wlb_max_delay_steps
     rules: list[tuple[str, object, bool, str]] = [
-        ("wlb_max_delay_steps", args.wlb_max_delay_steps, args.wlb_max_delay_steps == 0, "must be 0 in this version"),
+        ("wlb_max_delay_steps", bound, bound >= 0, "must be >= 0"),
+        (
+            "wlb_max_delay_steps",
+            bound,
+            not bound or args.wlb_packing in ("makespan", "two_stage") or args.wlb_intake == "budget",
+            "is read by makespan and two_stage, and by wlb with --wlb-intake budget",
+        ),
+        ("wlb_intake", args.wlb_intake, args.wlb_intake != "budget" or bound >= 1, "needs --wlb-max-delay-steps >= 1"),
+        (
+            "wlb_num_queues",
+            args.wlb_num_queues,
+            args.wlb_num_queues is None or args.wlb_intake != "budget",
+            "is read by --wlb-intake algorithm1 only",
+        ),
+        (
+            "wlb_thresholds",
+            thresholds and " ".join(map(str, thresholds)),
+            not thresholds or args.wlb_packing == "wlb" or bound >= 1,
+            f"needs --wlb-max-delay-steps >= 1 with packer {args.wlb_packing}",
+        ),
         ("wlb_plan_ahead", args.wlb_plan_ahead, args.wlb_plan_ahead >= 0, "must be >= 0"),
         (
             "wlb_overhead_tokens",
@@ -40,6 +66,18 @@ def check_values(args: Namespace) -> None:
             "must be finite and >= 0",
         ),
         ("wlb_crossover", args.wlb_crossover, 0 < (args.wlb_crossover or 1) < inf, "must be finite and > 0"),
+        (
+            "wlb_operations_per_byte",
+            args.wlb_operations_per_byte,
+            0 <= (args.wlb_operations_per_byte or 0) < inf,
+            "must be finite and >= 0",
+        ),
+        (
+            "wlb_keep_gathered_kv",
+            True,
+            not args.wlb_keep_gathered_kv or set(args.cp_comm_type) == {"all_gather"},
+            "needs --cp-comm-type all_gather (a ring holds no gathered keys)",
+        ),
         ("wlb_greedy_window", args.wlb_greedy_window, (args.wlb_greedy_window or 1) >= 1, "must be >= 1"),
         (
             "wlb_num_queues",
@@ -62,8 +100,21 @@ def check_values(args: Namespace) -> None:
         (
             "wlb_cap_windows",
             cap,
-            args.wlb_packing != "makespan" or 1 <= cap < inf,
-            "must be >= 1 with packer makespan, or a window-long document has no place",
+            args.wlb_packing not in ("makespan", "two_stage") or 1 <= cap < inf,
+            f"must be >= 1 with packer {args.wlb_packing}, or a window-long document has no place",
+        ),
+        (
+            "wlb_cap_windows",
+            cap,
+            args.wlb_packing != "solver" or 1 <= cap < inf,
+            "must be >= 1 with packer solver, or a window-long document has no place",
+        ),
+        ("wlb_cap_windows", cap, not fixed_lengths or cap == 1, "must be 1 with --wlb-solver-lengths fixed"),
+        (
+            "wlb_solver_seconds",
+            args.wlb_solver_seconds,
+            args.wlb_solver_seconds is None or 0 < args.wlb_solver_seconds < inf,
+            "must be finite and > 0",
         ),
         (
             "wlb_in_flight_windows",
@@ -83,10 +134,18 @@ def check_values(args: Namespace) -> None:
             not thresholds or thresholds[-1] < _tokens(cap, args),
             f"must stay below the cap of a micro-batch, {_tokens(cap, args)} tokens",
         ),
+        (
+            "wlb_thresholds",
+            thresholds and thresholds[-1],
+            not thresholds or not bound or thresholds[-1] <= args.seq_length,
+            f"must be at most --seq-length, {args.seq_length}, the longest piece of a document",
+        ),
     ]
     for name, value, holds, rule in rules:
         if not holds:
             raise ConfigError(f"{flag_name(name)} {rule}, got {value}")
+    if args.wlb_packing == "solver":
+        require_solver()
 
 
 def _tokens(windows: float, args: Namespace) -> int:
@@ -100,7 +159,10 @@ def flag_name(name: str) -> str:
 
 def refuse_unsupported(args: Namespace) -> None:
     """Options that assume one length for all samples, or that this version does not do yet."""
-    local = args.transformer_impl == "local"
+    # Where our own core attention runs; elsewhere Transformer Engine's does.
+    ours = args.transformer_impl == "local" or args.context_parallel_size > 1
+    on_cuda = args.distributed_backend == "nccl"
+    window = getattr(args, "window_size", None)
     rules: list[tuple[str, object, bool, str]] = [
         ("--micro-batch-size", args.micro_batch_size, args.micro_batch_size != 1, "must be 1"),
         (
@@ -125,16 +187,28 @@ def refuse_unsupported(args: Namespace) -> None:
             "must be unset or external",
         ),
         (
-            "--context-parallel-size",
-            args.context_parallel_size,
-            args.context_parallel_size != 1,
-            "must be 1 in this version",
+            "--hybrid-context-parallel",
+            True,
+            bool(getattr(args, "hybrid_context_parallel", False)),
+            "must be off (it divides samples itself)",
         ),
         (
-            "--num-layers-per-virtual-pipeline-stage",
-            args.virtual_pipeline_model_parallel_size,
-            args.virtual_pipeline_model_parallel_size is not None,
-            "(and every other option for virtual stages) must be unset in this version",
+            "--cp-comm-type",
+            " ".join(args.cp_comm_type),
+            args.context_parallel_size > 1 and not set(args.cp_comm_type) <= set(get_args(CommType)),
+            f"must be {' or '.join(get_args(CommType))}",
+        ),
+        (
+            "--cp-comm-type",
+            " ".join(args.cp_comm_type),
+            args.context_parallel_size > 1 and len(args.cp_comm_type) not in (1, args.num_layers),
+            f"must be one word, or one for each of {args.num_layers} layers",
+        ),
+        (
+            "--wlb-timeline",
+            args.wlb_timeline,
+            args.wlb_timeline is not None and args.virtual_pipeline_model_parallel_size is not None,
+            "must be unset with virtual pipeline stages in this version (its reader knows one chunk a stage)",
         ),
         (
             "--rampup-batch-size",
@@ -173,13 +247,24 @@ def refuse_unsupported(args: Namespace) -> None:
         ("--tp-comm-overlap", True, bool(args.tp_comm_overlap), "must be off (its buffers have one length)"),
         ("--use-legacy-models", True, bool(getattr(args, "use_legacy_models", False)), "must be off"),
     ]
-    if local:
-        window = getattr(args, "window_size", None)
+    if ours:
         rules += [
             ("--attention-dropout", args.attention_dropout, args.attention_dropout != 0, "must be 0"),
-            ("--multi-latent-attention", True, bool(args.multi_latent_attention), "must be off"),
-            ("--window-size", window, window is not None, "must be unset"),
+            (
+                "--window-size",
+                window,
+                window is not None and window[1] != 0,
+                "must end in ,0 (a query sees no key behind its own)",
+            ),
             ("--softmax-type", args.softmax_type, args.softmax_type != "vanilla", "must be vanilla"),
+            (
+                "--window-size",
+                window,
+                window is not None and on_cuda and args.context_parallel_size > 1 and "p2p" in args.cp_comm_type,
+                "needs --cp-comm-type all_gather on CUDA",
+            ),
+            ("--bf16", False, on_cuda and not (args.bf16 or args.fp16), "(or --fp16) must be given on CUDA"),
+            ("--qk-clip", True, bool(getattr(args, "qk_clip", False)), "must be off"),
         ]
     for option, value, refused, rule in rules:
         if refused:

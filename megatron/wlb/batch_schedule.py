@@ -9,9 +9,14 @@ from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatch
 
 def final_batch_size(args: Namespace) -> int:
     """Global batch size, in windows, at the end of `--step-batch-size-schedule`; without one, `--global-batch-size`."""
+    return batch_sizes(args)[-1]
+
+
+def batch_sizes(args: Namespace) -> tuple[int, ...]:
+    """Every global batch size of the run, in windows."""
     if args.step_batch_size_schedule is None:
-        return int(args.global_batch_size)
-    return int(_calculator(args).schedule[-1][1])
+        return (int(args.global_batch_size),)
+    return tuple(int(size) for _, size in _calculator(args).schedule)
 
 
 def batch_ramp(args: Namespace, *, first_step: int) -> tuple[tuple[int, int], ...]:

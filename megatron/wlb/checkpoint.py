@@ -34,6 +34,6 @@ def saved_state_path(load: str, iteration: int) -> Path | None:
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """The dictionary that `PackedIterator.save_state` returned."""
+    """The dictionary that `PackedSteps.save_state` returned."""
     state: dict[str, Any] = torch.load(path, weights_only=True)["dataloader_state_dict"]
     return state

@@ -1,22 +1,31 @@
-"""The core attention of the local layer spec: packed documents, where Transformer Engine is not used."""
+"""The core attention of packed runs: with context parallelism always, else where Transformer Engine is not used."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar, cast
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron.wlb.packed_seq_params import PlannedPackedSeqParams
-from wlb.attention import packed_attention
+from wlb.attention import CommType, GroupExchange, packed_attention, sharded_attention
 from wlb.errors import ConfigError
 
 
 class PackedCoreAttention(MegatronModule):
-    """Takes the place of Megatron's `DotProductAttention`, which refuses packed sequences."""
+    """Takes the place of Megatron's `DotProductAttention`, which refuses packed sequences and context parallelism.
+
+    cp_comm_type: Megatron hands over the word of `--cp-comm-type` for this layer.
+    """
+
+    keep_gathered_kv: ClassVar[bool] = False
+    """Whether keys and values of other ranks are kept for the backward pass instead of being gathered again."""
 
     def __init__(
         self,
@@ -26,6 +35,8 @@ class PackedCoreAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
         **_others: Any,
     ) -> None:
         super().__init__(config=config)
@@ -35,6 +46,16 @@ class PackedCoreAttention(MegatronModule):
         self.scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
         if config.apply_query_key_layer_scaling:
             self.scale /= max(1, layer_number)
+        self.window_tokens = _window_tokens(config, layer_number)
+        self._attend_over_ranks = None
+        if config.context_parallel_size > 1:
+            groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
+            self._attend_over_ranks = partial(
+                sharded_attention,
+                exchange=GroupExchange(groups.cp),
+                comm_type=cast(CommType, cp_comm_type),
+                keep_gathered=self.keep_gathered_kv,
+            )
 
     def forward(
         self,
@@ -46,16 +67,43 @@ class PackedCoreAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PlannedPackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """(T, N, H), (T, K, H), (T, K, H) -> (T, N * H)."""
+        """(S, N, H), (S, K, H), (S, K, V) -> (S, N * V)."""
         if not isinstance(packed_seq_params, PlannedPackedSeqParams):
             raise TypeError(f"packed_seq_params must come from a plan, got {type(packed_seq_params).__name__}")
-        out = packed_attention(
-            query,
-            key,
-            value,
-            packed_seq_params.segments,
-            cu_seqlens=packed_seq_params.cu_seqlens_q,
-            max_seqlen=packed_seq_params.max_seqlen_q,
-            scale=self.scale,
-        )
+        if self._attend_over_ranks is not None:
+            out = self._attend_over_ranks(
+                query,
+                key,
+                value,
+                packed_seq_params.plan,
+                packed_seq_params.cp_rank,
+                scale=self.scale,
+                window_tokens=self.window_tokens,
+            )
+        else:
+            out = packed_attention(
+                query,
+                key,
+                value,
+                packed_seq_params.segments,
+                cu_seqlens=packed_seq_params.cu_seqlens_q,
+                max_seqlen=packed_seq_params.max_seqlen_q,
+                scale=self.scale,
+                window_tokens=self.window_tokens,
+            )
         return out.reshape(out.shape[0], -1)
+
+
+class KeepingCoreAttention(PackedCoreAttention):
+    """Trades memory for communication: see `keep_gathered_kv`."""
+
+    keep_gathered_kv = True
+
+
+def _window_tokens(config: TransformerConfig, layer_number: int) -> int | None:
+    """Keys that a query sees, its own included; None without a limit. Megatron counts the keys before its own."""
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None
+    assert config.window_size is not None
+    before = config.window_size[0]
+    return None if before < 0 else before + 1

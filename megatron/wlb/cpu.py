@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from megatron.wlb.cpu_optimizer import replace_state_loading
 from megatron.wlb.patches.registry import replace
 
 # Every tensor factory that takes a `device`.
@@ -237,6 +238,7 @@ def _replace_megatron(undo: ExitStack) -> None:
     for module in (initialize, training):
         replace(undo, module, "set_jit_fusion_options", _nothing)
     _replace_norm(undo)
+    replace_state_loading(undo)
 
 
 def _replace_norm(undo: ExitStack) -> None:

@@ -7,22 +7,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from megatron.training.utils import print_rank_0
 
 from megatron.wlb.arguments import WlbOptions
-from megatron.wlb.batch import PackedIterator
+from megatron.wlb.batch import PackedIterator, PackedSteps
 from megatron.wlb.batch_schedule import batch_ramp, final_batch_size
 from megatron.wlb.checkpoint import load_state, saved_state_path
+from megatron.wlb.delay_thresholds import as_saved, with_thresholds
 from megatron.wlb.parallel import ParallelDims
 from megatron.wlb.token_files import TokenFiles
-from wlb.data.index_file import index_lengths
+from megatron.wlb.virtual_stages import num_chunks, pipeline_shape
 from wlb.data.plan_source import InlineSource, PlannerSpec, PlanSource, ProcessSource
-from wlb.packing import PackerOptions, StepShape, derive_thresholds
-from wlb.schedule import PipelineModel, PipelineShape
+from wlb.packing import PackerOptions, StepShape
+from wlb.schedule import PipelineModel
+from wlb.sharding import Division
+from wlb.sharding.micro_batch_cost import statistics_cost
 
 PADDING_TOKEN = 0  # any valid id: padding is never trained
-_THRESHOLD_SAMPLE = 200_000
 
 
 def step_shape(args: Namespace, *, batch_size: int) -> StepShape:
@@ -45,30 +46,31 @@ def pad_multiple(args: Namespace) -> int:
     return shards * unit
 
 
+def division_of(args: Namespace, options: WlbOptions) -> Division | None:
+    """What packers and statistics know of how context-parallel ranks divide a micro-batch."""
+    return Division.of(options.sharding, pad_to_multiple=pad_multiple(args), typical_tokens=args.seq_length)
+
+
 def packer_options(args: Namespace, options: WlbOptions, files: TokenFiles) -> PackerOptions:
     """What the training packer is built from; thresholds follow from the training split where none are given."""
     shape = step_shape(args, batch_size=final_batch_size(args))
-    thresholds = options.thresholds_tokens
-    if thresholds is None:
-        thresholds = ()
-        if options.packing == "wlb":
-            lengths = np.concatenate([_sample(index_lengths(r.prefix), range(r.first, r.stop)) for r in files.rows[0]])
-            thresholds = derive_thresholds(
-                lengths - 1, shape.window_tokens, options.num_queues, num_micro_batches=shape.num_micro_batches
-            )
-    return PackerOptions(
+    packer = PackerOptions(
         shape=shape,
         cost=options.costs.whole,
         cap_windows=options.cap_windows,
-        thresholds_tokens=thresholds,
+        thresholds_tokens=options.thresholds_tokens or (),
+        max_delay_steps=options.max_delay_steps,
+        wlb_intake=options.intake,
         greedy_window_batches=options.greedy_window_batches,
-        pipeline=PipelineModel(
-            shape=PipelineShape(num_stages=args.pipeline_model_parallel_size), stretch_costs=options.costs.stages
-        ),
+        pipeline=PipelineModel(shape=pipeline_shape(args), stretch_costs=options.costs.stretches),
         in_flight_windows=options.in_flight_windows,
         search_evaluations=options.search_evaluations,
+        solver_lengths=options.solver_lengths,
+        solver_seconds=options.solver_seconds,
         equal_counts=replicas_meet_in_every_micro_batch(args),
+        division=division_of(args, options),
     )
+    return with_thresholds(packer, options, files)
 
 
 def replicas_meet_in_every_micro_batch(args: Namespace) -> bool:
@@ -90,23 +92,24 @@ def packed_dataset_provider(
     files: TokenFiles,
     packer: PackerOptions,
     dims: Callable[[], ParallelDims],
-    on_train_iterator: Callable[[PackedIterator], None],
-) -> Callable[..., tuple[Any, Any, Any]]:
+    on_train_steps: Callable[[PackedSteps], None],
+) -> Callable[..., tuple[PackedIterator | None, ...]]:
     """The provider that `megatron.training.pretrain` calls once the checkpoint is loaded.
 
-    on_train_iterator: told the training iterator when it exists.
+    on_train_steps: told the training steps when they exist.
     """
 
-    def provide(_num_samples: Any, vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+    def plan() -> tuple[PackedSteps, PackedSteps | None, PackedSteps | None]:
         here = dims()
         restored = _restored_state(args)
         evaluated = {
-            name: _iterator(
+            name: _steps(
                 args, InlineSource(_evaluation_spec(args, options, files, split, here, restored.get(name))), files, here
             )
             for name, split in (("valid", 1), ("test", 2))
             if args.eval_iters and files.rows[split]
         }
+        train_packer = as_saved(packer, options, restored.get("train"))
         saved_step = restored["train"]["packer_state"]["step"] if restored else 0
         spec = PlannerSpec(
             rows=files.rows[0],
@@ -114,11 +117,12 @@ def packed_dataset_provider(
             cut=options.document_cut,
             seed=args.seed,
             packer=options.packing,
-            options=packer,
+            options=train_packer,
             num_steps=saved_step + args.train_iters - args.iteration,
             replica=here.dp_rank,
-            cost=options.costs.whole,
+            cost=statistics_cost(options.costs.whole, packer.division),
             pad_to_multiple=pad_multiple(args),
+            sharding=options.sharding,
             keeps_ledger=options.ledger is not None and here.rank == 0,
             restored=restored.get("train"),
             ramp=batch_ramp(args, first_step=saved_step),
@@ -126,16 +130,25 @@ def packed_dataset_provider(
         source: PlanSource = InlineSource(spec)
         if options.steps_ahead:
             source = ProcessSource(spec, steps_ahead=options.steps_ahead, rank=here.rank)
-        train = _iterator(
+        train = _steps(
             args,
             source,
             files,
             here,
-            save_companions=lambda: {name: iterator.state() for name, iterator in evaluated.items()},
+            save_companions=lambda: {name: steps.state() for name, steps in evaluated.items()},
             ledger=_ledger(options.ledger) if spec.keeps_ledger and options.ledger else None,
         )
-        on_train_iterator(train)
+        on_train_steps(train)
         return train, evaluated.get("valid"), evaluated.get("test")
+
+    splits: list[PackedSteps | None] = []
+
+    def provide(_num_samples: Any, vp_stage: int | None = None) -> tuple[PackedIterator | None, ...]:
+        # With virtual stages this is called once a model chunk, in order: the first call plans for all of them.
+        chunk = vp_stage or 0
+        if chunk == 0:
+            splits[:] = plan()
+        return tuple(None if steps is None else steps.chunk(chunk) for steps in splits)
 
     # Every rank plans; Megatron must not ask tensor-parallel rank 0 alone.
     provide.is_distributed = True  # type: ignore[attr-defined]
@@ -161,20 +174,19 @@ def _evaluation_spec(
         options=PackerOptions(shape=shape, cost=options.costs.whole),
         num_steps=None,
         replica=dims.dp_rank,
-        cost=options.costs.whole,
+        cost=statistics_cost(options.costs.whole, division_of(args, options)),
         pad_to_multiple=pad_multiple(args),
+        sharding=options.sharding,
         restored=restored,
     )
 
 
-def _iterator(
-    args: Namespace, source: PlanSource, files: TokenFiles, dims: ParallelDims, **more: Any
-) -> PackedIterator:
-    return PackedIterator(
+def _steps(args: Namespace, source: PlanSource, files: TokenFiles, dims: ParallelDims, **more: Any) -> PackedSteps:
+    return PackedSteps(
         source,
         dims,
         files.read,
-        pad_to_multiple=pad_multiple(args),
+        num_chunks=num_chunks(args),
         padding_token=PADDING_TOKEN,
         vocab_size=args.padded_vocab_size,
         max_positions=args.seq_length,
@@ -203,8 +215,3 @@ def _ledger(path: Path) -> Callable[[str], object]:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Line by line: what a run has trained is on disk when it is stopped.
     return path.open("a", buffering=1).write
-
-
-def _sample(lengths: np.ndarray, rows: range) -> np.ndarray:
-    """An even sample of stored lengths, bounded, the same on every rank."""
-    return np.asarray(lengths[rows.start : rows.stop : len(rows) // _THRESHOLD_SAMPLE + 1], dtype=np.int64)

@@ -21,56 +21,20 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron.wlb.environment import OPTIONAL_PACKAGES, TRANSFORMER_ENGINE, has_package
-from megatron.wlb.gpu_check_model import (
-    SmallGpt,
-    difference,
-    packed_gpt,
-    relative_error,
-    run_one_by_one,
-    run_packed,
-    stock_gpt,
-)
-from megatron.wlb.gpu_check_training import TrainingScale, training_check
+from megatron.wlb.gpu_check_memory import MEMORY_RULE, check_memory
+from megatron.wlb.gpu_check_model import SmallGpt, difference, packed_gpt, run_one_by_one, run_packed, stock_gpt
+from megatron.wlb.gpu_check_rank_times import TIMES_RULE, check_rank_times
+from megatron.wlb.gpu_check_rule import RULE, Attention, error_ratios, with_gradients, within_ratio
+from megatron.wlb.gpu_check_scales import SCALES, Scale
+from megatron.wlb.gpu_check_sharding import LONG_RULE, SHARDING_RULE, check_long_pack, check_sharding
+from megatron.wlb.gpu_check_tiles import TILES_RULE, check_tiles, suggested_costs
+from megatron.wlb.gpu_check_training import training_check
 from megatron.wlb.packed_seq_params import packed_seq_params
 from wlb.attention import dense_attention, packed_attention
 from wlb.documents import MicroBatch, documents_from_lengths
+from wlb.sharding.plan import unsharded
 
-RATIO = 2.0
-_RULE = f"error <= {RATIO:g} x PyTorch's own in bfloat16, both against float64; other documents keep every bit"
-_Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scale:
-    """How large the checks are: documents worth a GPU, or a rehearsal.
-
-    lengths: of the documents of a pack: one giant, single tokens, primes and equal ones.
-    """
-
-    lengths: tuple[int, ...]
-    head_sizes: tuple[int, ...]
-    model: SmallGpt
-    training: TrainingScale
-
-
-SCALES = {
-    "cuda": Scale(
-        lengths=(1500, 1, 7, 129, 300, 128, 128, 1, 54),
-        head_sizes=(64, 128),
-        model=SmallGpt(hidden_size=256, max_positions=2048, vocab_size=512, init_std=0.05, weight_dtype=torch.bfloat16),
-        training=TrainingScale(
-            num_layers=4, hidden_size=512, num_heads=8, window_tokens=2048, global_batch=8, documents=1500
-        ),
-    ),
-    "cpu": Scale(
-        lengths=(90, 1, 7, 13, 16, 16, 1, 3),
-        head_sizes=(16,),
-        model=SmallGpt(max_positions=128, weight_dtype=torch.bfloat16),
-        training=TrainingScale(
-            num_layers=2, hidden_size=64, num_heads=2, window_tokens=256, global_batch=4, documents=400
-        ),
-    ),
-}
+__all__ = ["SCALES", "Result", "Scale", "check_attention", "check_model", "environment", "run_checks"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +71,16 @@ def run_checks(device: Literal["cuda", "cpu"], folder: Path) -> Iterator[Result]
     if device == "cuda" and has_package(TRANSFORMER_ENGINE):
         kernels[TRANSFORMER_ENGINE] = True
     for name, engine in kernels.items():
-        yield _timed(f"attention, {name}", _RULE, partial(check_attention, scale, engine=engine))
+        yield _timed(f"attention, {name}", RULE, partial(check_attention, scale, engine=engine))
     for name, engine in kernels.items():
-        yield _timed(f"GPT packed = one by one, {name}", _RULE, partial(check_model, scale, engine=engine))
+        yield _timed(f"GPT packed = one by one, {name}", RULE, partial(check_model, scale, engine=engine))
+    yield _timed("sharded attention, all ranks here", SHARDING_RULE, partial(check_sharding, scale.sharding))
+    yield _timed("sharded attention, long pack", LONG_RULE, partial(check_long_pack, scale.sharding))
+    yield _timed("gathered keys and values", MEMORY_RULE, partial(check_memory, scale.times))
+    tiles = _timed("kernel time by rows of queries", TILES_RULE, partial(check_tiles, scale.tiles))
+    yield tiles
+    times = partial(check_rank_times, scale.times, suggested_costs(tiles.measured))
+    yield _timed("slowest rank over that of per_sequence", TIMES_RULE, times)
     rule, check = training_check(scale.training, folder, device)
     yield _timed("training, plain and wlb", rule, check)
 
@@ -124,7 +95,7 @@ def check_attention(scale: Scale, *, engine: bool) -> tuple[bool, dict[str, Any]
             ratios, independent = _attention_ratios(_kernel(scale, heads, engine=engine), scale.lengths, heads)
             name = f"{kind} {head_size}"
             measured[name] = {**ratios, "independent": independent}
-            passed &= independent and max(ratios.values()) <= RATIO
+            passed &= independent and within_ratio(ratios)
     return passed, measured
 
 
@@ -149,20 +120,20 @@ def check_model(scale: Scale, *, engine: bool) -> tuple[bool, dict[str, Any]]:
         independent = all(map(torch.equal, outcome.logits[1:], changed.logits[1:]))
         ratios = {"logits": ours.logits / unit.logits, "gradients": ours.gradients / unit.gradients}
         measured[name] = {**ratios, "error": asdict(ours), "independent": independent}
-        passed &= independent and max(ratios.values()) <= RATIO
+        passed &= independent and within_ratio(ratios)
     return passed, measured
 
 
-def _kernel(scale: Scale, heads: tuple[int, int, int], *, engine: bool) -> _Attention:
+def _kernel(scale: Scale, heads: tuple[int, int, int], *, engine: bool) -> Attention:
     """The attention of a packed layer on documents of `scale.lengths`: (T, N, H), (T, K, H), (T, K, H) -> (T, N, H)."""
     num_heads, num_kv_heads, head_size = heads
     micro_batch = MicroBatch(documents=documents_from_lengths(scale.lengths))
-    segments = tuple(micro_batch.cu_seqlens.tolist())
-    positions = torch.cat([torch.arange(n) for n in scale.lengths]).cuda()
-    packed = packed_seq_params(micro_batch, segments, positions, max_positions=max(scale.lengths))
+    plan = unsharded(scale.lengths)
+    positions = torch.from_numpy(plan.position_ids(0)).cuda()
+    packed = packed_seq_params(micro_batch, plan, 0, position_ids=positions, max_positions=max(scale.lengths))
     if not engine:
         return partial(
-            packed_attention, segments=segments, cu_seqlens=packed.cu_seqlens_q, max_seqlen=packed.max_seqlen_q
+            packed_attention, segments=packed.segments, cu_seqlens=packed.cu_seqlens_q, max_seqlen=packed.max_seqlen_q
         )
     shape = SmallGpt(num_heads=num_heads, num_query_groups=num_kv_heads, hidden_size=num_heads * head_size)
     core = packed_gpt(shape, torch.bfloat16, transformer_engine=True).decoder.layers[0].self_attention.core_attention
@@ -175,7 +146,7 @@ def _kernel(scale: Scale, heads: tuple[int, int, int], *, engine: bool) -> _Atte
 
 
 def _attention_ratios(
-    attention: _Attention, lengths: Sequence[int], heads: tuple[int, int, int]
+    attention: Attention, lengths: Sequence[int], heads: tuple[int, int, int]
 ) -> tuple[dict[str, float], bool]:
     """Errors of output, dq, dk, dv over PyTorch's own; whether another document 0 leaves all other output rows."""
     num_heads, num_kv_heads, head_size = heads
@@ -185,24 +156,12 @@ def _attention_ratios(
         for n in (num_heads, num_kv_heads, num_kv_heads, num_heads, num_kv_heads)
     )
     oracle = partial(dense_attention, segments=tuple(accumulate(lengths, initial=0)))
-    exact = _with_gradients(oracle, query.double(), key.double(), value.double(), grad.double())
-    unit = _with_gradients(oracle, query, key, value, grad)
-    ours = _with_gradients(attention, query, key, value, grad)
-    ratios = {
-        name: relative_error(o, e) / relative_error(u, e)
-        for name, o, u, e in zip(("out", "dq", "dk", "dv"), ours, unit, exact, strict=True)
-    }
+    exact = with_gradients(oracle, query.double(), key.double(), value.double(), grad.double())
+    unit = with_gradients(oracle, query, key, value, grad)
+    ours = with_gradients(attention, query, key, value, grad)
     changed = torch.cat((other[: lengths[0]], value[lengths[0] :]))
     after = attention(query, key, changed)
-    return ratios, torch.equal(after[lengths[0] :], ours[0][lengths[0] :])
-
-
-def _with_gradients(
-    attention: _Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    leaves = [t.detach().clone().requires_grad_() for t in (query, key, value)]
-    out = attention(*leaves)
-    return (out.detach(), *torch.autograd.grad(out, leaves, grad))
+    return error_ratios(ours, unit, exact), torch.equal(after[lengths[0] :], ours[0][lengths[0] :])
 
 
 def _timed(name: str, rule: str, check: Callable[[], tuple[bool, dict[str, Any]]]) -> Result:

@@ -24,8 +24,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megatron.wlb.batch import batch_on_device
 from megatron.wlb.layer_spec import use_packed_attention
-from wlb.data.collate import collate
+from wlb.data.collate import collate, padded_lengths
 from wlb.documents import MicroBatch
+from wlb.sharding.plan import unsharded
 
 PADDING_TOKEN = 0
 
@@ -131,14 +132,15 @@ def packed_batch(
     model: GPTModel, stored: Sequence[np.ndarray], micro_batch: MicroBatch, *, pad_to_multiple: int = 1
 ) -> dict[str, Any]:
     """The batch that training would hand to `model`."""
+    plan = unsharded(padded_lengths(micro_batch, pad_to_multiple))
     packed = collate(
         micro_batch,
         lambda sequence, start, count: stored[sequence][start : start + count],
-        pad_to_multiple=pad_to_multiple,
+        plan=plan,
         padding_token=PADDING_TOKEN,
         vocab_size=model.vocab_size,
     )
-    return batch_on_device(micro_batch, packed, max_positions=model.max_sequence_length)
+    return batch_on_device(micro_batch, packed, plan, 0, max_positions=model.max_sequence_length)
 
 
 def difference(outcome: Outcome, exact: Outcome) -> Difference:

@@ -1,4 +1,4 @@
-"""Megatron's description of a packed sequence, carrying the micro-batch it was made from.
+"""Megatron's description of a packed sequence, carrying the plan by which it was made.
 
 Extra fields of a subclass travel through the model untouched: Transformer Engine is handed the fields of the
 base class only. So the plan goes with the micro-batch, also when activations are recomputed, and never
@@ -7,13 +7,15 @@ through a global.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from wlb.documents import MicroBatch
+from wlb.sharding import ShardPlan
+from wlb.sharding.plan import unsharded
 
 # The one attribute we add to a tensor: RoPE is handed `cu_seqlens` and nothing else of the pack.
 POSITIONS_ATTRIBUTE = "wlb_positions"
@@ -21,32 +23,39 @@ POSITIONS_ATTRIBUTE = "wlb_positions"
 
 @dataclass
 class PlannedPackedSeqParams(PackedSeqParams):
-    """`PackedSeqParams` of a planned micro-batch.
+    """`PackedSeqParams` of a planned micro-batch: what the base class holds is of the whole pack, on every rank.
 
     micro_batch: its documents.
-    segments: cumulative lengths as ints, the padding at the tail as a last segment of its own.
+    plan: which context-parallel rank holds what, the padding at the tail as a last document of its own.
+    cp_rank: of this process.
     """
 
-    micro_batch: MicroBatch | None = None
-    segments: tuple[int, ...] = ()
+    micro_batch: MicroBatch = field(default_factory=lambda: MicroBatch(documents=()))
+    plan: ShardPlan = field(default_factory=lambda: unsharded(()))
+    cp_rank: int = 0
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """Cumulative lengths of the whole pack, leading 0, padding included."""
+        return tuple(accumulate(self.plan.lengths, initial=0))
 
 
 def packed_seq_params(
-    micro_batch: MicroBatch, segments: tuple[int, ...], position_ids: torch.Tensor, *, max_positions: int
+    micro_batch: MicroBatch, plan: ShardPlan, cp_rank: int, *, position_ids: torch.Tensor, max_positions: int
 ) -> PlannedPackedSeqParams:
     """Describe a packed micro-batch to Megatron's attention.
 
     Args:
-        segments: cumulative lengths, leading 0, padding included.
-        position_ids: (T,) position of every token in its document, on the device.
+        position_ids: (S,) position in its document of every token that `cp_rank` holds, on the device.
         max_positions: no document is longer; RoPE's table never has to be.
 
     `max_seqlen` is the longest segment rounded up to a power of two: Megatron caches one RoPE table for every
     value that it sees.
     """
+    segments = tuple(accumulate(plan.lengths, initial=0))
     cu_seqlens = torch.tensor(segments, dtype=torch.int32, device=position_ids.device)
     setattr(cu_seqlens, POSITIONS_ATTRIBUTE, position_ids)
-    longest = max(stop - start for start, stop in pairwise(segments))
+    longest = max(plan.lengths)
     max_seqlen = max(longest, min(1 << (longest - 1).bit_length(), max_positions))
     return PlannedPackedSeqParams(
         qkv_format="thd",
@@ -57,5 +66,6 @@ def packed_seq_params(
         # Left to itself, Transformer Engine compares two tensors on the host in every layer to find this out.
         pad_between_seqs=False,
         micro_batch=micro_batch,
-        segments=segments,
+        plan=plan,
+        cp_rank=cp_rank,
     )

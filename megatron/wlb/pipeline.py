@@ -15,25 +15,36 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
-from megatron.wlb.batch import PackedIterator
+from megatron.wlb.agreement import check_same_plan
+from megatron.wlb.batch import PackedSteps
 from megatron.wlb.parallel import ParallelDims
 from megatron.wlb.telemetry import Telemetry
-from wlb.data.planned_step import PlannedStep
-from wlb.errors import PlanMismatchError
+from wlb.schedule import PipelineShape
 
 
 class PlannedP2PCommunicator(P2PCommunicator):
     """Takes the shapes of received tensors from two queues instead of asking the sender.
 
-    shapes: of the activations of this replica's micro-batches, in the order in which they run. Without virtual
-        stages, forward and backward passes both arrive in that order (1F1B).
+    shapes: of the activations of this replica's micro-batches, in the order in which they run.
+    pipeline: its stages and chunks.
+    forward_only: whether no gradients travel.
     """
 
-    def __init__(self, pp_group: dist.ProcessGroup, config: Any, shapes: Sequence[tuple[int, int, int]]) -> None:
+    def __init__(
+        self,
+        pp_group: dist.ProcessGroup,
+        config: Any,
+        shapes: Sequence[tuple[int, int, int]],
+        pipeline: PipelineShape,
+        *,
+        forward_only: bool,
+    ) -> None:
         super().__init__(pp_group=pp_group, config=config)
-        self._forward = deque(() if self.is_pp_first_stage else shapes)
-        self._backward = deque(() if self.is_pp_last_stage else shapes)
+        forward, backward = pipeline.arrivals(pp_group.rank(), len(shapes))
+        self._forward = deque(shapes[i] for i in forward)
+        self._backward = deque(() if forward_only else (shapes[i] for i in backward))
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
@@ -43,53 +54,45 @@ class PlannedP2PCommunicator(P2PCommunicator):
             self._backward.popleft() if recv_next else (0, 0, 0),
         )
 
-    def assert_drained(self, *, forward_only: bool) -> None:
+    def assert_drained(self) -> None:
         """Every planned tensor has been received."""
         assert not self._forward, f"{len(self._forward)} planned activations were never received"
-        assert forward_only or not self._backward, f"{len(self._backward)} planned gradients were never received"
+        assert not self._backward, f"{len(self._backward)} planned gradients were never received"
 
 
 def run_planned(schedule: Callable[..., Any], dims: ParallelDims, telemetry: Telemetry, call: dict[str, Any]) -> Any:
     """Run one step of `schedule` on the micro-batches of the next plan."""
-    iterator = call["data_iterator"]
-    packed: PackedIterator = iterator.iterable
+    # With virtual stages, one iterator and one model a chunk; without, one model, in a list or not.
+    iterators, models = (v if isinstance(v, list) else [v] for v in (call["data_iterator"], call["model"]))
+    packed: PackedSteps = iterators[0].iterable.steps
     forward_only = call["forward_only"]
-    step = packed.current_step() if iterator.replaying else packed.begin_step()
+    replaying = iterators[0].replaying
+    step = packed.current_step() if replaying else packed.begin_step()
     check_same_plan(step, dims)
     call["num_microbatches"] = len(step.micro_batches)
+    if not (forward_only or replaying):
+        # Documents only: padding is no useful work, and evaluation is no training. Once, however many chunks run them.
+        for micro_batch in step.micro_batches:
+            update_seqlen_stats_from_cu_seqlens(torch.from_numpy(micro_batch.cu_seqlens))
 
-    model = call["model"]
-    config = get_model_config(model[0] if isinstance(model, list) else model)
+    config = get_model_config(models[0])
     communicator = None
     if dims.pp_size > 1:
         groups = call["pg_collection"] or ProcessGroupCollection.use_mpu_process_groups()
         # Between layers, sequence parallelism shares the tokens of a micro-batch among tensor-parallel ranks.
         shards = dims.tp_size if config.sequence_parallel else 1
-        shapes = [(tokens // shards, 1, config.hidden_size) for tokens in packed.padded_tokens_of_step()]
-        communicator = PlannedP2PCommunicator(groups.pp, config, shapes)
+        shapes = [(tokens // shards, 1, config.hidden_size) for tokens in packed.shard_tokens_of_step()]
+        num_chunks = len(iterators)
+        pipeline = PipelineShape(
+            num_stages=dims.pp_size,
+            num_chunks=num_chunks,
+            group_size=config.microbatch_group_size_per_vp_stage if num_chunks > 1 else None,
+        )
+        communicator = PlannedP2PCommunicator(groups.pp, config, shapes, pipeline, forward_only=forward_only)
         call |= {"p2p_communicator": communicator, "pg_collection": groups}
 
     with telemetry.step(step, packed.plan_wait_s, config, dims, forward_only=forward_only):
         losses = schedule(**call)
     if communicator is not None:
-        communicator.assert_drained(forward_only=forward_only)
+        communicator.assert_drained()
     return losses
-
-
-def check_same_plan(step: PlannedStep, dims: ParallelDims) -> None:
-    """Compare the plan's fingerprint over all ranks, before the first message of the step.
-
-    Raises:
-        PlanMismatchError: on every rank, naming the ranks that differ from rank 0.
-    """
-    if dims.world_size == 1:
-        return
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    mine = torch.tensor([step.fingerprint], dtype=torch.int64, device=device)
-    everyone = torch.empty(dims.world_size, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(everyone, mine)
-    different = [rank for rank, fingerprint in enumerate(everyone.tolist()) if fingerprint != everyone[0].item()]
-    if different:
-        raise PlanMismatchError(
-            f"ranks {different} planned step {step.step} otherwise than rank 0; do all ranks read the same index files?"
-        )

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 from megatron.training.global_vars import get_timers
-from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
-from megatron.wlb.packed_seq_params import PlannedPackedSeqParams
 from megatron.wlb.stock import masked_loss
 
 
@@ -20,18 +18,12 @@ def packed_forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, C
     timers("batch-generator", log_level=2).start()
     batch = next(data_iterator)
     timers("batch-generator").stop()
-    packed: PlannedPackedSeqParams = batch["packed_seq_params"]
-    if torch.is_grad_enabled():
-        # Documents only: padding is no useful work, and evaluation is no training.
-        micro_batch = packed.micro_batch
-        assert micro_batch is not None
-        update_seqlen_stats_from_cu_seqlens(torch.from_numpy(micro_batch.cu_seqlens))
     output = model(
         batch["tokens"],
         batch["position_ids"],
         None,
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
-        packed_seq_params=packed,
+        packed_seq_params=batch["packed_seq_params"],
     )
     return output, partial(masked_loss, batch["loss_mask"])

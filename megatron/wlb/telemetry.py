@@ -98,6 +98,9 @@ class Telemetry:
             config.timers = recorder._timers
         end_s = self.clock()
         self._fields = statistics_fields(step.statistics)
+        if dims.cp_size > 1:
+            self._fields["imbalance CP ranks"] = step.shard_statistics.imbalance_ranks
+            self._fields["CP received tokens"] = step.shard_statistics.received_tokens
         self._fields |= {
             "epoch": max(step.counters.epochs),
             "cut documents": step.counters.cut_documents,
@@ -136,6 +139,7 @@ class Telemetry:
             "rank": dims.rank,
             "pp_rank": dims.pp_rank,
             "dp_rank": dims.dp_rank,
+            "cp_rank": dims.cp_rank,
             "begin_s": begin_s,
             "end_s": end_s,
             "lengths": [m.lengths for m in step.micro_batches],
@@ -150,6 +154,8 @@ _FORMATS = {
     "imbalance micro-batches": ".3f",
     "imbalance replicas": ".3f",
     "imbalance ranks measured": ".3f",
+    "imbalance CP ranks": ".3f",
+    "CP received tokens": ".0f",
     "tokens": ".0f",
     "padding tokens": ".0f",
     "micro-batches": ".0f",

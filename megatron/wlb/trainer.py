@@ -33,6 +33,7 @@ def run(argv: Sequence[str] | None = None) -> None:
     from megatron.wlb.arguments import add_wlb_arguments, wlb_options
     from megatron.wlb.cpu import cpu_as_device
     from megatron.wlb.environment import package_sentences
+    from megatron.wlb.optimizer_state import check_loadable
     from megatron.wlb.patches import compile_helpers
     from megatron.wlb.patches.registry import applied
 
@@ -43,6 +44,8 @@ def run(argv: Sequence[str] | None = None) -> None:
     with cpu_as_device() as on_cpu, applied([compile_helpers.PATCH]):
         args = parse_and_validate_args(add_wlb_arguments)
         stock.check_supported(args)
+        if not on_cpu and (sentence := check_loadable(args)):
+            print_rank_0(f"> {sentence}")
         options = wlb_options(args)
         if options is None:
             _pretrain(args, stock.dataset_provider(args), stock.forward_step(args))
@@ -58,7 +61,7 @@ def _train_packed(args: Namespace, options: Any, *, on_cpu: bool) -> None:
     from megatron.wlb.arguments import adapt_megatron_arguments
     from megatron.wlb.data_provider import packed_dataset_provider, packer_options
     from megatron.wlb.parallel import ParallelDims
-    from megatron.wlb.patches import log_line, moe_metrics, rope_thd, schedule
+    from megatron.wlb.patches import dataloader_state, log_line, moe_metrics, rope_thd, schedule
     from megatron.wlb.patches.registry import applied
     from megatron.wlb.pipeline import run_planned
     from megatron.wlb.step import packed_forward_step
@@ -78,7 +81,16 @@ def _train_packed(args: Namespace, options: Any, *, on_cpu: bool) -> None:
     print_rank_0(
         f"> --wlb-packing {options.packing}: thresholds {packer.thresholds_tokens}, cut {options.document_cut}"
     )
-    iterators: list[Any] = []
+    ranks = options.sharding.cp_size
+    print_rank_0(
+        f"> --wlb-cp-sharding {options.sharding.name}: "
+        + (
+            f"{ranks} ranks, --cp-comm-type {' '.join(args.cp_comm_type)}"
+            if ranks > 1
+            else "no effect on a single rank"
+        )
+    )
+    steps: list[Any] = []
     telemetry = Telemetry(
         measures=on_cpu,
         log_interval=args.tensorboard_log_interval,
@@ -94,34 +106,33 @@ def _train_packed(args: Namespace, options: Any, *, on_cpu: bool) -> None:
         return run_planned(chosen, ParallelDims.current(), telemetry, call)
 
     def nominal_over_run() -> float:
-        return (
-            get_num_microbatches() * args.data_parallel_size / iterators[0].current_step().statistics.num_micro_batches
-        )
+        return get_num_microbatches() * args.data_parallel_size / steps[0].current_step().statistics.num_micro_batches
 
     patches = [
         rope_thd.PATCH,
         schedule.make_patch(run_schedule),
         log_line.make_patch(telemetry.log_suffix),
         moe_metrics.make_patch(nominal_over_run),
+        dataloader_state.make_patch(lambda: ParallelDims.current().cp_rank == 0),
     ]
-    provider = packed_dataset_provider(args, options, files, packer, ParallelDims.current, iterators.append)
+    provider = packed_dataset_provider(args, options, files, packer, ParallelDims.current, steps.append)
     with applied(patches):
         try:
-            _pretrain(args, provider, packed_forward_step, packed=True)
+            _pretrain(args, provider, packed_forward_step, options)
         finally:
-            for iterator in iterators:
-                iterator.close()
+            for planned in steps:
+                planned.close()
 
 
-def _pretrain(args: Namespace, provider: Any, forward_step: Any, *, packed: bool = False) -> None:
+def _pretrain(args: Namespace, provider: Any, forward_step: Any, options: Any = None) -> None:
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
     model = gpt_config_from_args(args)
-    if packed:
+    if options is not None:
         from megatron.wlb.layer_spec import packed_layer_spec
 
-        model.transformer_layer_spec = packed_layer_spec
+        model.transformer_layer_spec = packed_layer_spec(keep_gathered_kv=options.keep_gathered_kv)
         model.transformer.variable_seq_lengths = True
     pretrain(pretrain_cfg_container_from_args(args, model), provider, ModelType.encoder_or_decoder, forward_step)

@@ -48,7 +48,7 @@ def test_a_run_trains_the_documents_of_its_schedule(packer: str, toy_data: Path,
         assert 0.9 * total <= sum(tokens) <= total
     else:
         assert sum(tokens) == total
-    if packer in ("plain", "makespan"):
+    if packer in ("plain", "makespan", "two_stage"):
         assert tokens == [batch * WINDOW for batch in BATCHES]
     logged = [int(n) for n in re.findall(r"global batch size: +(\d+)", run.log)]
     assert logged == BATCHES

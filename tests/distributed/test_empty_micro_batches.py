@@ -11,7 +11,7 @@ from tests.harness.data import write_index
 from tests.harness.training import Layout, train
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2), Layout(dp=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2), Layout(dp=2), Layout(cp=2)], ids=str)
 def test_a_step_in_which_everything_waits(layout: Layout, tmp_path: Path) -> None:
     """Every document is an outlier and no queue has filled: eight micro-batches of padding, no gradient, no NaN."""
     documents = [[(7 * i + j) % 120 for j in range(31 if i % 2 else 61)] for i in range(200)]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.harness.gradients import summed_gradients
 from tests.harness.training import Layout, train
 
 ITERATIONS = 3
@@ -16,48 +16,19 @@ LAYOUT = Layout(pp=2, dp=2)
 MAKESPAN = ["--wlb-packing", "makespan", "--wlb-overhead-tokens", "2", "--wlb-crossover", "16"]
 
 
-def _in_float64(undo: ExitStack) -> None:
-    """Weights, activations, loss and gradients in float64, through Megatron's own loop."""
-    import torch
-    from megatron.training import argument_utils
-
-    from megatron.wlb.patches.registry import replace
-
-    # Norms take the default type, not the configured one.
-    torch.set_default_dtype(torch.float64)
-    undo.callback(torch.set_default_dtype, torch.float32)
-    original = argument_utils.core_transformer_config_from_args
-
-    def config_of(args: Any, config_class: Any = None) -> Any:
-        args.params_dtype = torch.float64
-        return original(args, config_class)
-
-    replace(undo, argument_utils, "core_transformer_config_from_args", config_of)
-    replace(undo, torch.Tensor, "float", torch.Tensor.double)
-
-
 def _gradients(folder: Path, data: Path, start: Path, packing: list[str]) -> tuple[dict[str, Any], list[Any]]:
     """Summed gradients by step, rank and parameter, and the plans."""
-    import torch
-
     ledger = folder / "ledger.jsonl"
-    train(
+    files = summed_gradients(
+        folder,
         [
             *("--data-path", data, "--split", "100,0,0", *packing, "--wlb-ledger", ledger),
             *("--load", start, "--finetune", "--no-load-optim", "--no-load-rng"),
-            *("--save", folder, "--save-interval", "1000", "--save-wgrads-interval", "1"),
-            *("--clip-grad", "0"),  # it takes float32 only
         ],
         layout=LAYOUT,
         iterations=ITERATIONS,
-        sabotage=_in_float64,
     )
-    gradients = {
-        f"{path.parent.name}/{path.name}/{name}": gradient
-        for path in sorted(folder.glob("wgrads/*/*.pth"))
-        for chunk in torch.load(path, weights_only=True).values()
-        for name, gradient in chunk.items()
-    }
+    gradients = {f"{file}/{name}": gradient for file, named in files.items() for name, gradient in named.items()}
     return gradients, [json.loads(line)["replicas"] for line in ledger.read_text().splitlines()]
 
 

@@ -19,8 +19,8 @@ LAYOUTS = [
     Layout(tp=2, pp=2),
 ]
 ITERATIONS = 10
-# What a micro-batch costs beside its tokens must be small for a window of 64, or makespan would never make more.
-OPTIONS = {"makespan": ["--wlb-overhead-tokens", "2", "--wlb-crossover", "16"]}
+# What a micro-batch costs beside its tokens must be small for a window of 64, or these would never make more.
+OPTIONS = {name: ["--wlb-overhead-tokens", "2", "--wlb-crossover", "16"] for name in ("makespan", "two_stage")}
 RELATIVE = 1e-5
 
 
@@ -55,8 +55,8 @@ def _wrong_positions(undo: ExitStack) -> None:
 
     original = batch.packed_seq_params
 
-    def backwards(micro_batch: Any, segments: Any, position_ids: Any, *, max_positions: int) -> Any:
-        return original(micro_batch, segments, position_ids.flip(0), max_positions=max_positions)
+    def backwards(*args: Any, position_ids: Any, **kwargs: Any) -> Any:
+        return original(*args, position_ids=position_ids.flip(0), **kwargs)
 
     replace(undo, batch, "packed_seq_params", backwards)
 

@@ -80,7 +80,7 @@ def _print_counted_work(undo: ExitStack) -> None:
     replace(undo, training, "num_floating_point_operations", counted)
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2, dp=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2, dp=2), Layout(cp=2)], ids=str)
 def test_operations_are_those_of_the_packed_documents(layout: Layout, toy_data: Path, tmp_path: Path) -> None:
     """Sum of squared lengths, not --seq-length squared; once, however many ranks hold a document; not evaluation."""
     evaluating = ["--eval-iters", "1", "--eval-interval", "1"]
@@ -93,6 +93,9 @@ def test_operations_are_those_of_the_packed_documents(layout: Layout, toy_data: 
     for row in map(json.loads, (tmp_path / "ledger").read_text().splitlines()):
         lengths = [length for replica in row["replicas"] for m in replica for *_, length in m]
         assert f"counted {float(sum(lengths))} {float(sum(n * n for n in lengths))}" in run.log
+        (line,) = [text for text in run.log.splitlines() if f"iteration {row['step'] + 1:8}/" in text]
+        assert f"| consumed samples: {8 * (row['step'] + 1):12} |" in line
+        assert f"| tokens: {sum(lengths)} |" in line
 
 
 def test_validation_loss_does_not_depend_on_layout_or_packer(toy_data: Path, start_checkpoint: Path) -> None:

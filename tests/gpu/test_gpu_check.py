@@ -57,8 +57,8 @@ def _reverse_positions(undo: ExitStack) -> None:
 
     original = batch.packed_seq_params
 
-    def reverse(micro_batch: Any, segments: Any, position_ids: Any, *, max_positions: int) -> Any:
-        return original(micro_batch, segments, position_ids.flip(0), max_positions=max_positions)
+    def reverse(micro_batch: Any, plan: Any, cp_rank: int, *, position_ids: Any, max_positions: int) -> Any:
+        return original(micro_batch, plan, cp_rank, position_ids=position_ids.flip(0), max_positions=max_positions)
 
     replace(undo, batch, "packed_seq_params", reverse)
 

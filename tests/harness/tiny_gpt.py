@@ -216,8 +216,8 @@ def _backwards(model: Any, stored: Any, micro_batch: Any) -> Any:
 
     original = batch.packed_seq_params
 
-    def reverse(micro_batch: Any, segments: Any, position_ids: Any, *, max_positions: int) -> Any:
-        return original(micro_batch, segments, position_ids.flip(0), max_positions=max_positions)
+    def reverse(*args: Any, position_ids: Any, **kwargs: Any) -> Any:
+        return original(*args, position_ids=position_ids.flip(0), **kwargs)
 
     with ExitStack() as undo:
         replaced(undo, batch, "packed_seq_params", reverse)

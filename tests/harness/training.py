@@ -43,22 +43,32 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of the parallel dimensions."""
+    """Sizes of the parallel dimensions.
+
+    ep: experts are divided inside the data-parallel ranks. vpp: model chunks of a pipeline stage.
+    """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    vpp: int = 1
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     @property
     def args(self) -> list[str]:
-        return ["--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp)]
+        args = ["--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp)]
+        args += ["--context-parallel-size", str(self.cp), "--expert-model-parallel-size", str(self.ep)]
+        if self.vpp > 1:
+            args += ["--num-virtual-stages-per-pipeline-rank", str(self.vpp)]
+        return args
 
     def __str__(self) -> str:
-        sizes = {"tp": self.tp, "pp": self.pp, "dp": self.dp}
+        sizes = {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "dp": self.dp, "cp": self.cp, "ep": self.ep}
         return "-".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one"
 
 

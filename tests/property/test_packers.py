@@ -39,6 +39,7 @@ def _packer(name, *, per_replica=2, replicas=2, greedy_window_batches=1, thresho
             greedy_window_batches=greedy_window_batches,
             pipeline=PipelineModel.equal_stages(COST, 2),
             search_evaluations=200,
+            solver_seconds=0.002,
         ),
     )
 

@@ -17,6 +17,7 @@ PLANNERS = {"numpy", *OWN}
 ALLOWED = {
     "wlb": PLANNERS,
     "wlb/attention": {*PLANNERS, "torch"},
+    "wlb/packing/solver": {*PLANNERS, "ortools"},
     "wlb/report": {*PLANNERS, "matplotlib"},
     "megatron/wlb": {"megatron", "numpy", "packaging", "sentencepiece", "torch", "tqdm", "transformer_engine", *OWN},
 }
@@ -56,7 +57,15 @@ def test_planners_load_no_torch() -> None:
     """Not even through another module: a plan can be made where only numpy is."""
     import subprocess
 
-    modules = ["wlb.documents", "wlb.cost", "wlb.packing", "wlb.schedule", "wlb.simulate", "wlb.data.plan_source"]
+    modules = [
+        "wlb.documents",
+        "wlb.cost",
+        "wlb.packing",
+        "wlb.schedule",
+        "wlb.sharding",
+        "wlb.simulate",
+        "wlb.data.plan_source",
+    ]
     code = f"import sys; import {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0
 

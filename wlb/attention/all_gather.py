@@ -28,7 +28,7 @@ def forward(call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Ten
     call.kernel.forward(partial, query, key, value, index.local, call.scale)
     yield
     gathered = _gathered(index, received, transfer, key, value)
-    del received
+    del received, transfer  # which holds what was sent
     remote_key, remote_value = key_and_value(gathered, key, value)
     call.kernel.forward(partial, query, remote_key, remote_value, index.remote, call.scale)
     return Saved(
@@ -50,7 +50,7 @@ def backward(
         received, transfer = _start_gather(call, index, key, value)
         yield
         gathered = _gathered(index, received, transfer, key, value)
-        del received
+        del received, transfer
     remote_key, remote_value = key_and_value(gathered, key, value)
     grad_gathered = torch.zeros_like(gathered, dtype=grads[0].dtype)  # (G, W)
     remote_grads = (grads[0], *key_and_value(grad_gathered, key, value))

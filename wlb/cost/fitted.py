@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.cost.least_squares import fit_seconds
 from wlb.cost.model import causal_pairs, message_s, require_not_negative
 from wlb.errors import DataError
 
@@ -106,22 +106,5 @@ def _features(lengths: Iterable[int]) -> tuple[int, int]:
 
 
 def _fit(features: NDArray[np.float64], seconds: NDArray[np.float64]) -> QuadraticTime:
-    scale = features.max(axis=0)  # squares are 10^9 where the constant is 1: without this the fit loses digits
-    scale[scale == 0] = 1.0
-    rows = features / scale / seconds[:, None]  # dividing by the time makes every residual a relative error
-    target = np.ones(len(seconds))
-    best = np.zeros(3)
-    best_error = float("inf")
-    # Three coefficients: trying every subset of them is the exact non-negative solution.
-    for count in (1, 2, 3):
-        for chosen in combinations(range(3), count):
-            columns = list(chosen)
-            solution = np.linalg.lstsq(rows[:, columns], target, rcond=None)[0]
-            error = float(np.sum((rows[:, columns] @ solution - target) ** 2))
-            # More terms must earn their place by more than rounding.
-            if (solution >= 0).all() and error < best_error * (1 - 1e-9):
-                best_error = error
-                best = np.zeros(3)
-                best[columns] = solution
-    square_s, token_s, micro_batch_s = (best / scale).tolist()
+    square_s, token_s, micro_batch_s = fit_seconds(features, seconds).tolist()
     return QuadraticTime(square_s=square_s, token_s=token_s, micro_batch_s=micro_batch_s)

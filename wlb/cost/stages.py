@@ -25,22 +25,27 @@ from wlb.errors import ConfigError, DataError
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineCosts:
-    """whole: cost of the model on one rank. stages: of each pipeline stage, in order."""
+    """whole: cost of the model on one rank.
+
+    stretches: of each stretch of layers in the order in which a micro-batch goes forward through them: the pipeline
+        stages, or with virtual stages chunk v // num_stages of stage v % num_stages.
+    """
 
     whole: CostModel
-    stages: tuple[CostModel, ...]
+    stretches: tuple[CostModel, ...]
 
 
-def equal_stages(whole: CostModel, num_stages: int) -> PipelineCosts:
-    """Each stage has an equal share of the model."""
-    stage: CostModel = whole if num_stages == 1 else ScaledCost(whole=whole, share=1 / num_stages)
-    return PipelineCosts(whole=whole, stages=(stage,) * num_stages)
+def equal_stages(whole: CostModel, num_stages: int, *, num_chunks: int = 1) -> PipelineCosts:
+    """Each of `num_chunks` chunks of each stage has an equal share of the model."""
+    num_stretches = num_stages * num_chunks
+    return PipelineCosts(whole=whole, stretches=(_share(whole, num_stretches),) * num_stretches)
 
 
-def load_pipeline_costs(path: str | Path, num_stages: int) -> PipelineCosts:
-    """Read a cost file for a pipeline of `num_stages`.
+def load_pipeline_costs(path: str | Path, num_stages: int, *, num_chunks: int = 1) -> PipelineCosts:
+    """Read a cost file for a pipeline of `num_stages`, each with `num_chunks` model chunks.
 
-    A file of another number of stages still says what the whole model costs, which is then shared equally.
+    A file of another number of stages still says what the whole model costs, which is then shared equally. What a
+    stage costs is shared equally by its chunks.
 
     Raises:
         DataError: the file is missing, no JSON or incomplete.
@@ -51,7 +56,7 @@ def load_pipeline_costs(path: str | Path, num_stages: int) -> PipelineCosts:
     except (OSError, ValueError) as error:
         raise DataError(f"cost file {path} must be readable JSON: {error}") from error
     if not isinstance(content, dict) or "stages" not in content:
-        return equal_stages(ProfiledCost.load(Path(path)), num_stages)
+        return equal_stages(ProfiledCost.load(Path(path)), num_stages, num_chunks=num_chunks)
     try:
         stages = [_fitted(stage) for stage in content["stages"]]
     except (KeyError, TypeError) as error:
@@ -62,13 +67,17 @@ def load_pipeline_costs(path: str | Path, num_stages: int) -> PipelineCosts:
         raise DataError(f"cost file {path} must hold at least one stage, got none")
     whole = _sum(stages)
     if len(stages) != num_stages:
-        return equal_stages(whole, num_stages)
-    return PipelineCosts(whole=whole, stages=tuple(stages))
+        return equal_stages(whole, num_stages, num_chunks=num_chunks)
+    return PipelineCosts(whole=whole, stretches=tuple(_share(stage, num_chunks) for stage in stages) * num_chunks)
 
 
 def stages_to_json(stages: Sequence[FittedCost]) -> list[dict[str, Any]]:
     """The value of `stages` in the file."""
     return [{"forward": _times(s.forward), "backward": _times(s.backward)} for s in stages]
+
+
+def _share(cost: CostModel, parts: int) -> CostModel:
+    return cost if parts == 1 else ScaledCost(whole=cost, share=1 / parts)
 
 
 def _times(time: QuadraticTime) -> dict[str, float]:

@@ -14,19 +14,27 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Protocol
 
 from wlb.cost.model import CostModel
 from wlb.data.index_file import IndexRows
-from wlb.data.planned_step import PlannedStep, pack_micro_batches, statistics_of, unpack_micro_batches
+from wlb.data.planned_step import (
+    PlannedStep,
+    document_table,
+    pack_micro_batches,
+    statistics_of,
+    unpack_micro_batches,
+)
 from wlb.data.planner import StepPlanner, ledger_line
+from wlb.data.sharded_step import pack_shard_plans, shard_statistics, shard_step, unpack_shard_plans
 from wlb.data.stream import DocumentCut, DocumentStream
 from wlb.errors import ConfigError, PlannerProcessError, WlbError
 from wlb.packing.options import PackerOptions
 from wlb.packing.registry import build_packer
+from wlb.sharding import Sharding
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -40,7 +48,9 @@ class PlannerSpec:
     ramp: (first step, micro-batches of a replica) while the batch size still grows; see `StepPlanner`.
     num_steps: see `StepPlanner`.
     replica: data-parallel rank whose micro-batches are wanted.
-    cost, pad_to_multiple: for the statistics.
+    sharding: how context-parallel ranks divide each micro-batch.
+    cost: for the statistics.
+    pad_to_multiple: tokens to which the tail of a micro-batch is padded.
     keeps_ledger: make a ledger line of every step.
     restored: a state of `StepPlanner.state`, or None at the beginning.
     kept_steps: see `StepPlanner`; more than the steps planned ahead.
@@ -56,6 +66,7 @@ class PlannerSpec:
     replica: int
     cost: CostModel
     pad_to_multiple: int
+    sharding: Sharding = field(default_factory=Sharding)
     keeps_ledger: bool = False
     restored: dict[str, Any] | None = None
     ramp: tuple[tuple[int, int], ...] = ()
@@ -70,6 +81,8 @@ class PlannerSpec:
             packer=build_packer(self.packer, self.options),
             ramp=[(first, build_packer(self.packer, self._options_of(count))) for first, count in self.ramp],
             num_steps=self.num_steps,
+            # Packers of a fixed count run more only in a last step, and do not know which counts virtual stages take.
+            takes=lambda count: self.options.pipeline is None or self.options.pipeline.shape.takes(count),
             clock=clock,
             kept_steps=self.kept_steps,
         )
@@ -84,13 +97,22 @@ class PlannerSpec:
     def plan(self, planner: StepPlanner) -> PlannedStep:
         """The planner's next step, as this rank needs it."""
         plan = planner.next_step()
+        micro_batches = plan.replicas[self.replica]
+        begin_s = time.perf_counter()
+        # What the packer has planned already to compare micro-batches is remembered there.
+        sharding = self.options.division or self.sharding
+        shard_plans = shard_step(micro_batches, sharding, pad_to_multiple=self.pad_to_multiple)
+        shard_s = time.perf_counter() - begin_s
         return PlannedStep(
             step=plan.step,
-            micro_batches=plan.replicas[self.replica],
+            micro_batches=micro_batches,
+            shard_plans=shard_plans,
             fingerprint=plan.fingerprint,
+            document_table=document_table(plan),
             statistics=statistics_of(plan, self.cost, pad_to_multiple=self.pad_to_multiple),
+            shard_statistics=shard_statistics(shard_plans, self.sharding.costs),
             counters=planner.counters,
-            plan_s=planner.plan_s(plan.step),
+            plan_s=planner.plan_s(plan.step) + shard_s,
             ledger_line=ledger_line(plan) if self.keeps_ledger else "",
         )
 
@@ -140,6 +162,7 @@ class ProcessSource:
     def __init__(self, spec: PlannerSpec, *, steps_ahead: int, rank: int, timeout_s: float = 300.0) -> None:
         if steps_ahead < 1:
             raise ConfigError(f"steps_ahead must be >= 1, got {steps_ahead}")
+        self._spec = spec
         self._rank = rank
         self._timeout_s = timeout_s
         self._connection, theirs = Pipe()
@@ -168,7 +191,7 @@ class ProcessSource:
         while not self._ready:
             if self._ordered == self._given:
                 raise ConfigError(f"step must be below num_steps {self._num_steps}, got {self._given}")
-            self._ready.append(_decode(self._receive()))
+            self._ready.append(self._decode(self._receive()))
         self._order(1)
         self._given += 1
         return self._ready.popleft()
@@ -180,11 +203,36 @@ class ProcessSource:
             if kind == "state":
                 state: dict[str, Any] = value
                 return state
-            self._ready.append(_decode((kind, value)))
+            self._ready.append(self._decode((kind, value)))
 
     def close(self) -> None:
         self._connection.close()
         self._end_process()
+
+    def _decode(self, message: tuple[str, Any]) -> PlannedStep:
+        kind, (step, table, counts, spans, span_counts, fingerprint, documents, *statistics, counters, plan_s, line) = (
+            message
+        )
+        assert kind == "step", f"expected a step, got {kind}"
+        micro_batches = unpack_micro_batches(table, counts)
+        return PlannedStep(
+            step=step,
+            micro_batches=micro_batches,
+            shard_plans=unpack_shard_plans(
+                spans,
+                span_counts,
+                micro_batches,
+                cp_size=self._spec.sharding.cp_size,
+                pad_to_multiple=self._spec.pad_to_multiple,
+            ),
+            fingerprint=fingerprint,
+            document_table=documents,
+            statistics=statistics[0],
+            shard_statistics=statistics[1],
+            counters=counters,
+            plan_s=plan_s,
+            ledger_line=line,
+        )
 
     def _order(self, count: int) -> None:
         """Ask for `count` further steps, not beyond the last one."""
@@ -266,23 +314,12 @@ def _encode(step: PlannedStep) -> tuple[Any, ...]:
     return (
         step.step,
         *pack_micro_batches(step.micro_batches),
+        *pack_shard_plans(step.shard_plans),
         step.fingerprint,
+        step.document_table,
         step.statistics,
+        step.shard_statistics,
         step.counters,
         step.plan_s,
         step.ledger_line,
-    )
-
-
-def _decode(message: tuple[str, Any]) -> PlannedStep:
-    kind, (step, table, counts, fingerprint, statistics, counters, plan_s, line) = message
-    assert kind == "step", f"expected a step, got {kind}"
-    return PlannedStep(
-        step=step,
-        micro_batches=unpack_micro_batches(table, counts),
-        fingerprint=fingerprint,
-        statistics=statistics,
-        counters=counters,
-        plan_s=plan_s,
-        ledger_line=line,
     )

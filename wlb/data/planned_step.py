@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ from numpy.typing import NDArray
 
 from wlb.cost.model import CostModel
 from wlb.data.collate import padded_num_tokens
+from wlb.data.sharded_step import ShardStatistics
 from wlb.data.stream import StreamCounters
 from wlb.documents import Document, MicroBatch, StepPlan, total_tokens
 from wlb.metrics import imbalance_degree
+from wlb.sharding import ShardPlan
 
 _COLUMNS = 5  # doc_id, length, arrival, sequence, start
 
@@ -49,8 +52,11 @@ class PlannedStep:
 
     step: index of the step.
     micro_batches: of this replica, in pipeline order.
+    shard_plans: how context-parallel ranks divide each of them.
     fingerprint: of the whole plan.
-    statistics: of the whole plan.
+    document_table: (D, 6) int64 of the whole plan, to say where plans differ: replica, micro-batch, document id,
+        sequence, start, length.
+    statistics: of the whole plan. shard_statistics: of `shard_plans`.
     counters: what the document stream has handed out when the step is planned.
     plan_s: seconds that planning took, wherever it ran.
     ledger_line: see `wlb.data.planner.ledger_line`; empty where no ledger is kept.
@@ -58,11 +64,22 @@ class PlannedStep:
 
     step: int
     micro_batches: tuple[MicroBatch, ...]
+    shard_plans: tuple[ShardPlan, ...]
     fingerprint: int
+    document_table: NDArray[np.int64] = field(repr=False, compare=False)
     statistics: StepStatistics
+    shard_statistics: ShardStatistics
     counters: StreamCounters
     plan_s: float
     ledger_line: str = ""
+
+    @property
+    def shard_fingerprint(self) -> int:
+        """63-bit digest of `shard_plans`."""
+        digest = hashlib.blake2b(digest_size=8)
+        for plan in self.shard_plans:
+            digest.update(plan.fingerprint.to_bytes(8, "big"))
+        return int.from_bytes(digest.digest(), "big") >> 1
 
 
 def statistics_of(plan: StepPlan, cost: CostModel, *, pad_to_multiple: int) -> StepStatistics:
@@ -81,6 +98,17 @@ def statistics_of(plan: StepPlan, cost: CostModel, *, pad_to_multiple: int) -> S
         mean_delay_steps=plan.mean_delay_steps(),
         max_delay_steps=max((plan.step - d.arrival for d in documents), default=0),
     )
+
+
+def document_table(plan: StepPlan) -> NDArray[np.int64]:
+    """`PlannedStep.document_table` of a plan."""
+    rows = [
+        (replica, i, d.doc_id, d.sequence, d.start, d.length)
+        for replica, micro_batches in enumerate(plan.replicas)
+        for i, m in enumerate(micro_batches)
+        for d in m.documents
+    ]
+    return np.array(rows, dtype=np.int64).reshape(len(rows), 6)
 
 
 def pack_micro_batches(micro_batches: Sequence[MicroBatch]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

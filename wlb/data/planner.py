@@ -17,9 +17,10 @@ from typing import Any
 
 from wlb.data.saved_state import require_equal
 from wlb.data.stream import DocumentStream, StreamCounters
-from wlb.documents import StepPlan
+from wlb.documents import Document, StepPlan, total_tokens
 from wlb.errors import ConfigError, StateError
-from wlb.packing.packer import Packer, PackerState
+from wlb.packing.dealing import filled_up
+from wlb.packing.packer import CuttingPacker, Packer, PackerState
 
 _STATE_VERSION = 1
 
@@ -44,6 +45,7 @@ class StepPlanner:
     num_steps: steps in the run, counted from step 0 of the stream; then no more than num_steps * budget tokens
         are drawn in all and the last step trains whatever waits, so that with cut="stream" packers that draw
         their budget train the same documents over the run. None: no known end.
+    takes: whether a replica's schedule runs so many micro-batches; steps are filled up with empty ones until it does.
     clock: seconds, for `plan_s`.
     kept_steps: planned steps that `state_before` and `plan_s` can still be asked about; more than the number of
         steps planned ahead.
@@ -58,6 +60,7 @@ class StepPlanner:
         packer: Packer,
         ramp: Sequence[tuple[int, Packer]] = (),
         num_steps: int | None,
+        takes: Callable[[int], bool] = lambda _count: True,
         clock: Callable[[], float] = time.perf_counter,
         kept_steps: int = 8,
     ) -> None:
@@ -75,6 +78,7 @@ class StepPlanner:
         self._ramp = tuple(ramp)
         self._packer_state = packer.initial_state()
         self._num_steps = num_steps
+        self._takes = takes
         self._clock = clock
         self._kept: deque[_PlannedStep] = deque(maxlen=kept_steps)
 
@@ -104,9 +108,9 @@ class StepPlanner:
             steps_left = self._num_steps - before.step
             still_to_draw = self._budget_to_end(before) - self._stream.tokens_drawn
         packer = self._packer_of(before.step)
-        wanted = packer.wanted_tokens(before, steps_left=steps_left)
-        arrivals = self._stream.take(wanted, arrival=before.step, at_most_tokens=still_to_draw)
+        arrivals = draw_arrivals(packer, before, self._stream, steps_left=steps_left, at_most_tokens=still_to_draw)
         plan, self._packer_state = packer.plan_step(before, arrivals, steps_left=steps_left)
+        plan = filled_up(plan, self._takes)
         self._kept.append(
             _PlannedStep(
                 step=before.step,
@@ -140,8 +144,6 @@ class StepPlanner:
         """
         try:
             require_equal("planner version", saved=state["version"], present=_STATE_VERSION)
-            for name, present in _packer_config(self._packer).items():
-                require_equal(f"packer {name}", saved=state["packer"].get(name), present=present)
             saved = state["packer_state"]
             require_equal(
                 "packer state version",
@@ -149,6 +151,10 @@ class StepPlanner:
                 present=self._packer.initial_state().to_json()["version"],
             )
             packer_state = PackerState.from_json(saved)
+            for name, present in _packer_config(self._packer).items():
+                # What documents are held by does not matter where none are held.
+                if packer_state.waiting or name not in self._packer.state_fields:
+                    require_equal(f"packer {name}", saved=state["packer"].get(name), present=present)
             require_equal("drawn tokens", saved=packer_state.drawn_tokens, present=state["stream"]["tokens_drawn"])
             stream_state = state["stream"]
         except StateError:
@@ -186,6 +192,36 @@ class StepPlanner:
             "packer_state": packer_state.to_json(),
             "stream": stream_state,
         }
+
+
+def draw_arrivals(
+    packer: Packer,
+    state: PackerState,
+    stream: DocumentStream,
+    *,
+    steps_left: int | None = None,
+    at_most_tokens: int | None = None,
+) -> tuple[Document, ...]:
+    """The documents of step `state.step`: drawn until the packer wants no more.
+
+    at_most_tokens: of all draws together; None is no bound.
+    """
+    arrivals: tuple[Document, ...] = ()
+
+    def take(wanted_tokens: int, *, cut_last: bool) -> tuple[Document, ...]:
+        left = None if at_most_tokens is None else at_most_tokens - total_tokens(arrivals)
+        if cut_last and left is not None:
+            wanted_tokens = min(wanted_tokens, left)
+        return stream.take(wanted_tokens, arrival=state.step, at_most_tokens=left, cut_last=cut_last)
+
+    while (wanted := packer.wanted_tokens(state, arrivals, steps_left=steps_left)) > 0:
+        taken = take(wanted, cut_last=False)
+        if not taken:
+            break
+        arrivals += taken
+    if isinstance(packer, CuttingPacker):
+        arrivals += take(packer.cut_tokens(state, arrivals, steps_left=steps_left), cut_last=True)
+    return arrivals
 
 
 def ledger_line(plan: StepPlan) -> str:

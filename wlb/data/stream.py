@@ -118,12 +118,15 @@ class DocumentStream:
             epochs=tuple(c.epoch for c in self._cursors),
         )
 
-    def take(self, wanted_tokens: int, *, arrival: int, at_most_tokens: int | None = None) -> tuple[Document, ...]:
+    def take(
+        self, wanted_tokens: int, *, arrival: int, at_most_tokens: int | None = None, cut_last: bool = False
+    ) -> tuple[Document, ...]:
         """Draw whole pieces until they hold at least `wanted_tokens`; none if that is 0 or less.
 
         arrival: step index stamped on the pieces.
         at_most_tokens: stop before the piece that would take this draw beyond it; that piece is not lost, it
             comes first in the next draw. None means no bound.
+        cut_last: cut the last piece so that the draw holds exactly `wanted_tokens`; its rest comes first in the next.
         """
         pieces: list[Document] = []
         drawn = 0
@@ -133,6 +136,8 @@ class DocumentStream:
             if self.cut == "stream":
                 room -= self._tokens_drawn % self.window_tokens
             length = min(positions - start, room)
+            if cut_last:
+                length = min(length, wanted_tokens - drawn)
             if at_most_tokens is not None and drawn + length > at_most_tokens:
                 self._open = (source, row, positions, start)
                 break

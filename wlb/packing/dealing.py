@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from wlb.documents import Document, MicroBatch
+from wlb.documents import Document, MicroBatch, StepPlan
 
 
 def deal_by_work(work: Sequence[int], num_replicas: int) -> tuple[tuple[int, ...], ...]:
@@ -59,3 +60,21 @@ def replicas_round_robin(
     return tuple(
         tuple(MicroBatch(documents=documents) for documents in filled[r::num_replicas]) for r in range(num_replicas)
     )
+
+
+def filled_up(plan: StepPlan, takes: Callable[[int], bool]) -> StepPlan:
+    """The plan with empty micro-batches behind each replica's last one until the schedule takes their number.
+
+    takes: whether a replica can run so many; true for some larger number, whatever the number.
+
+    >>> plan = StepPlan(step=0, replicas=((MicroBatch(documents=()),) * 3,), waiting=())
+    >>> len(filled_up(plan, lambda count: count % 2 == 0).replicas[0])
+    4
+    """
+    replicas = []
+    for replica in plan.replicas:
+        count = len(replica)
+        while not takes(count):
+            count += 1
+        replicas.append((*replica, *(MicroBatch(documents=()) for _ in range(count - len(replica)))))
+    return replace(plan, replicas=tuple(replicas)) if tuple(replicas) != plan.replicas else plan

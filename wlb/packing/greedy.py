@@ -45,7 +45,7 @@ class GreedyPacker:
 
     @classmethod
     def build(cls, options: PackerOptions) -> GreedyPacker:
-        return cls(shape=options.shape, cost=options.cost, window_batches=options.greedy_window_batches)
+        return cls(shape=options.shape, cost=options.rank_cost, window_batches=options.greedy_window_batches)
 
     @property
     def cap_tokens(self) -> int:
@@ -58,10 +58,13 @@ class GreedyPacker:
     def initial_state(self) -> PackerState:
         return PackerState()
 
-    def wanted_tokens(self, state: PackerState, *, steps_left: int | None = None) -> int:
+    def wanted_tokens(
+        self, state: PackerState, arrivals: Sequence[Document] = (), *, steps_left: int | None = None
+    ) -> int:
         if state.planned:
             return 0
-        return self._batches(steps_left) * self.shape.budget_tokens - total_tokens(state.carried)
+        drawn_tokens = total_tokens(state.carried) + total_tokens(arrivals)
+        return self._batches(steps_left) * self.shape.budget_tokens - drawn_tokens
 
     def plan_step(
         self, state: PackerState, arrivals: Sequence[Document], *, steps_left: int | None = None

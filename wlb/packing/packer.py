@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from wlb.documents import Document, StepPlan
 from wlb.errors import ConfigError, StateError
@@ -130,9 +130,14 @@ class Packer(Protocol):
         """The state before the first step."""
         ...
 
-    def wanted_tokens(self, state: PackerState, *, steps_left: int | None = None) -> int:
-        """Tokens of new documents to draw before planning step `state.step`; may be 0 or less.
+    def wanted_tokens(
+        self, state: PackerState, arrivals: Sequence[Document] = (), *, steps_left: int | None = None
+    ) -> int:
+        """Tokens of new documents still to draw before planning step `state.step`; 0 or less once that is enough.
 
+        Asked again after each draw: what comes may wait, and something else is then drawn in its place.
+
+        arrivals: documents drawn for the step so far.
         steps_left: as in `plan_step`; a packer that looks ahead draws no further than that.
         """
         ...
@@ -145,6 +150,18 @@ class Packer(Protocol):
         arrivals: documents drawn for it, in arrival order.
         steps_left: steps still to plan including this one, where the end is known. With 1, everything
             that waits is trained in this step, in additional micro-batches where the caps demand it.
+        """
+        ...
+
+
+@runtime_checkable
+class CuttingPacker(Protocol):
+    """A packer that keeps to a budget of tokens where whole documents cannot."""
+
+    def cut_tokens(self, state: PackerState, arrivals: Sequence[Document], *, steps_left: int | None = None) -> int:
+        """Tokens to draw, once no more whole documents are wanted, with the last of them cut to measure; 0 if none.
+
+        arrivals, steps_left: as in `Packer.wanted_tokens`.
         """
         ...
 

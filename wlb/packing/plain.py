@@ -43,8 +43,10 @@ class PlainPacker:
     def initial_state(self) -> PackerState:
         return PackerState()
 
-    def wanted_tokens(self, state: PackerState, *, steps_left: int | None = None) -> int:
-        return self.shape.budget_tokens - total_tokens(state.waiting)
+    def wanted_tokens(
+        self, state: PackerState, arrivals: Sequence[Document] = (), *, steps_left: int | None = None
+    ) -> int:
+        return self.shape.budget_tokens - total_tokens(state.waiting) - total_tokens(arrivals)
 
     def plan_step(
         self, state: PackerState, arrivals: Sequence[Document], *, steps_left: int | None = None

@@ -56,7 +56,7 @@ def derive_thresholds(
         raise ConfigError(f"window_tokens must be >= 1, got {window_tokens}")
     if num_micro_batches < 1:
         raise ConfigError(f"num_micro_batches must be >= 1, got {num_micro_batches}")
-    bands = _Bands(_piece_counts(lengths, window_tokens), window_tokens)
+    bands = _Bands(piece_counts(lengths, window_tokens), window_tokens)
     max_mean_tokens = float("inf")  # of the bands' mean lengths, added up
     if num_micro_batches > 1:
         max_mean_tokens = 2 * max_mean_delay_steps * window_tokens * num_micro_batches / (num_micro_batches - 1)
@@ -103,7 +103,7 @@ class _Bands:
         return left if mean_tokens <= max_mean_tokens else None
 
 
-def _piece_counts(lengths: Sequence[int] | NDArray[Any], window_tokens: int) -> dict[int, int]:
+def piece_counts(lengths: Sequence[int] | NDArray[Any], window_tokens: int) -> dict[int, int]:
     """How many pieces there are of each length once documents over the window are cut."""
     stored = np.asarray(lengths)
     stored = np.asarray(stored[:: len(stored) // _MAX_LENGTHS + 1], dtype=np.int64)

@@ -17,6 +17,7 @@ from wlb.cost.model import CostModel, document_work_ns
 from wlb.documents import Document, StepPlan, total_tokens
 from wlb.errors import ConfigError, PackingError, StateError
 from wlb.packing.dealing import replicas_by_work
+from wlb.packing.delay import Delay
 from wlb.packing.options import PackerOptions
 from wlb.packing.packer import PackerState, StepShape
 from wlb.packing.placement import Placement, longest_first, place, place_all
@@ -36,6 +37,10 @@ class WlbPacker:
         room for a released queue and more is carried over every step.
     thresholds_tokens: strictly increasing, each in [1, cap). () delays nothing.
 
+    delay: draws and releases instead of steps 1 and 2, so that a step holds its budget and no document waits beyond
+        a bound; its thresholds are thresholds_tokens. A step opens more micro-batches where the cap would make
+        it leave documents. None is the published algorithm:
+
     A step draws its token budget whatever the queues hold, so the tokens of a step vary. Towards a known end
     (`steps_left`) queues are emptied over as many steps as the room under the cap asks for, as evenly as
     multiples of N allow; the last step places everything and opens more micro-batches if the cap demands it.
@@ -45,6 +50,7 @@ class WlbPacker:
     cost: CostModel
     cap_windows: float = 1.5
     thresholds_tokens: tuple[int, ...] = ()
+    delay: Delay | None = None
 
     natural_cut: ClassVar[Literal["stream", "window"]] = "window"
     state_fields: ClassVar[tuple[str, ...]] = ("cap_windows", "thresholds_tokens")
@@ -63,13 +69,24 @@ class WlbPacker:
                     f"got {list(self.thresholds_tokens)}"
                 )
 
+        if self.delay is not None and self.delay.thresholds_tokens != self.thresholds_tokens:
+            raise ConfigError(
+                f"thresholds_tokens must be those of delay, {list(self.delay.thresholds_tokens)}, "
+                f"got {list(self.thresholds_tokens)}"
+            )
+
     @classmethod
     def build(cls, options: PackerOptions) -> WlbPacker:
+        if options.wlb_intake not in ("algorithm1", "budget"):
+            raise ConfigError(f"wlb_intake must be algorithm1 or budget, got {options.wlb_intake!r}")
+        if options.wlb_intake == "budget" and options.max_delay_steps < 1:
+            raise ConfigError(f"max_delay_steps must be >= 1 with wlb_intake budget, got {options.max_delay_steps}")
         return cls(
             shape=options.shape,
-            cost=options.cost,
+            cost=options.rank_cost,
             cap_windows=cls.cap_windows if options.cap_windows is None else options.cap_windows,
             thresholds_tokens=options.thresholds_tokens,
+            delay=Delay.build(options) if options.wlb_intake == "budget" else None,
         )
 
     @property
@@ -79,8 +96,17 @@ class WlbPacker:
     def initial_state(self) -> PackerState:
         return PackerState(queues=((),) * len(self.thresholds_tokens))
 
-    def wanted_tokens(self, state: PackerState, *, steps_left: int | None = None) -> int:
-        return state.budget_tokens + self.shape.budget_tokens - state.drawn_tokens
+    def wanted_tokens(
+        self, state: PackerState, arrivals: Sequence[Document] = (), *, steps_left: int | None = None
+    ) -> int:
+        if self.delay is not None:
+            return self.delay.intake(state, arrivals, steps_left=steps_left).wanted_tokens
+        return state.budget_tokens + self.shape.budget_tokens - state.drawn_tokens - total_tokens(arrivals)
+
+    def cut_tokens(self, state: PackerState, arrivals: Sequence[Document], *, steps_left: int | None = None) -> int:
+        if self.delay is None:
+            return 0
+        return self.delay.intake(state, arrivals, steps_left=steps_left).cut_tokens
 
     def plan_step(
         self, state: PackerState, arrivals: Sequence[Document], *, steps_left: int | None = None
@@ -95,6 +121,12 @@ class WlbPacker:
                 raise PackingError(
                     f"length must be below the cap of {self.cap_tokens} tokens, got {d.length} (document {d.doc_id})"
                 )
+        if self.delay is not None:
+            intake = self.delay.intake(state, arrivals, steps_left=steps_left)
+            placement = self._place((), intake.trained, last=steps_left == 1)
+            if placement.left:
+                placement = self._place((), intake.trained, last=True)
+            return self._planned(state, arrivals, placement, intake.queues, intake.carried)
         waiting_tokens = total_tokens(state.waiting)
         new: list[Document] = []
         queues = [list(q) for q in state.queues]
@@ -106,12 +138,22 @@ class WlbPacker:
             new.extend(queue[:count])
             del queue[:count]
         placement = self._place(state.carried, new, last=steps_left == 1)
+        return self._planned(state, arrivals, placement, tuple(tuple(q) for q in queues), placement.left)
+
+    def _planned(
+        self,
+        state: PackerState,
+        arrivals: Sequence[Document],
+        placement: Placement,
+        queues: tuple[tuple[Document, ...], ...],
+        carried: tuple[Document, ...],
+    ) -> tuple[StepPlan, PackerState]:
         after = PackerState(
             step=state.step + 1,
             drawn_tokens=state.drawn_tokens + total_tokens(arrivals),
             budget_tokens=state.budget_tokens + self.shape.budget_tokens,
-            queues=tuple(tuple(q) for q in queues),
-            carried=placement.left,
+            queues=queues,
+            carried=carried,
         )
         plan = StepPlan(
             step=state.step,

@@ -116,6 +116,25 @@ class PipelineShape:
             group_size=self.group,
         )
 
+    def arrivals(self, stage: int, num_micro_batches: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Micro-batches whose activations, and whose gradients, a stage receives, in the order in which it does.
+
+        Both are the order of the passes. The first stretch of the model receives no activations and the last no
+        gradients; what the leading stage of a direction then receives has gone through the others one chunk before.
+
+        >>> PipelineShape(num_stages=2, num_chunks=2).arrivals(0, 4)
+        ((0, 1, 2, 3), (0, 1, 0, 1, 2, 3, 2, 3))
+        """
+        order = [(i, chunk > 0) for i, chunk in chunk_table(num_micro_batches, self.num_chunks, self.group)]
+        everything, behind_the_first_chunk = (
+            tuple(i for i, _ in order),
+            tuple(i for i, is_behind in order if is_behind),
+        )
+        return (
+            behind_the_first_chunk if stage == 0 else everything,
+            behind_the_first_chunk if stage == self.num_stages - 1 else everything,
+        )
+
     def first_stage_peak_tokens(self, tokens: list[int] | tuple[int, ...]) -> int:
         """Most tokens whose activations the first stage holds, for micro-batches of so many tokens in this order."""
         return peak_tokens_in_flight(self.passes(0, len(tokens)), tokens, num_chunks=self.num_chunks)

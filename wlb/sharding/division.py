@@ -7,10 +7,11 @@ document would cost if all ranks were equally busy, and ask for plans of the few
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from wlb.errors import ConfigError
+from wlb.sharding.cost import ShardCosts
 from wlb.sharding.plan import ShardPlan
 from wlb.sharding.registry import Sharding
 
@@ -19,7 +20,7 @@ PRICE_ENTRIES = 2048
 _COPIES_PER_RANK = 4
 # Sharders that search take milliseconds a plan, the others well below one.
 _QUICK_PLANS = {"per_sequence": 400, "per_document": 120, "adaptive": 100}
-_FEW_PLANS = 12
+_FEW_PLANS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,7 @@ class Division:
     sharding: how they are divided.
     pad_to_multiple: tokens to which the tail of a micro-batch is padded, a multiple of the ranks.
     typical_tokens: of a micro-batch; only the estimates depend on it.
+    prices: what plans cost, where that is known better than the costs with which the sharder compares them.
 
     Raises:
         ConfigError: there is one rank, pad_to_multiple is no positive multiple of the ranks, or typical_tokens is
@@ -38,6 +40,7 @@ class Division:
     sharding: Sharding
     pad_to_multiple: int
     typical_tokens: int
+    prices: ShardCosts | None = None
     # By padded lengths; insertion order is age. One plan serves every pipeline stage and both passes, the price of
     # many candidates is wanted again, and plans of those chosen are wanted once more to be executed.
     _plans: dict[tuple[int, ...], ShardPlan] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -66,6 +69,15 @@ class Division:
         return self.sharding.cp_size
 
     @property
+    def costs(self) -> ShardCosts:
+        """What plans cost."""
+        return self.sharding.costs if self.prices is None else self.prices
+
+    def priced(self, prices: ShardCosts) -> Division:
+        """The same plans at other prices."""
+        return replace(self, prices=prices)
+
+    @property
     def quick_plans(self) -> int:
         """Plans of a 128K micro-batch over 8 ranks that take about 120 ms of one core."""
         return _QUICK_PLANS.get(self.sharding.name, _FEW_PLANS)
@@ -79,6 +91,12 @@ class Division:
         """Of a micro-batch that holds so many; an empty one is padding."""
         return max(1, -(-num_tokens // self.pad_to_multiple)) * self.pad_to_multiple
 
+    def padded_lengths(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """With the padding, if any, as a last document."""
+        num_tokens = sum(lengths)
+        padding = self.padded_tokens(num_tokens) - num_tokens
+        return (*lengths, padding) if padding else tuple(lengths)
+
     def plan(self, lengths: Sequence[int]) -> ShardPlan:
         """What `Sharding.plan` gives, padding included in the lengths. The last PLAN_ENTRIES are remembered."""
         lengths = tuple(lengths)
@@ -91,9 +109,9 @@ class Division:
 
         The last PRICE_ENTRIES answers are remembered.
         """
-        padded = self._padded(lengths)
+        padded = self.padded_lengths(lengths)
         if padded not in self._slowest:
-            pairs = self.sharding.costs.slowest_pairs(self.plan(padded))
+            pairs = self.costs.slowest_pairs(self.plan(padded))
             _remember(self._slowest, padded, pairs, PRICE_ENTRIES)
         return self._slowest[padded]
 
@@ -104,7 +122,7 @@ class Division:
         micro-batch of equal documents: so the estimate has the tiles that the sharder wastes and the keys that it
         sends, whatever the sharder does. Below a tile nothing gets cheaper.
         """
-        tile = self.sharding.costs.tile_tokens
+        tile = self.costs.tile_tokens
         length = max(length, tile)
         low = tile << ((length // tile).bit_length() - 1)
         low_pairs, high_pairs = self._even_pairs_per_token(low), self._even_pairs_per_token(2 * low)
@@ -113,7 +131,7 @@ class Division:
     @cached_property
     def order_matters(self) -> bool:
         """Whether the order of documents in a micro-batch changes its price: asked of one with a long document."""
-        unit = 2 * self.sharding.costs.tile_tokens * self.cp_size
+        unit = 2 * self.costs.tile_tokens * self.cp_size
         prices = [self.slowest_pairs(lengths) for lengths in ((5 * unit, unit, unit), (unit, 5 * unit, unit))]
         return prices[0] != prices[1]
 
@@ -122,15 +140,10 @@ class Division:
         pairs = self._even.get(length)
         if pairs is None:
             copies = max(1, min(self.typical_tokens // length, _COPIES_PER_RANK * self.cp_size))
-            plan = self.sharding.plan(self._padded((length,) * copies))
-            all_pairs = sum(self.sharding.costs.rank_pairs(plan, rank) for rank in range(self.cp_size))
+            plan = self.sharding.plan(self.padded_lengths((length,) * copies))
+            all_pairs = sum(self.costs.rank_pairs(plan, rank) for rank in range(self.cp_size))
             pairs = self._even[length] = all_pairs / (copies * length * self.cp_size)
         return pairs
-
-    def _padded(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        num_tokens = sum(lengths)
-        padding = self.padded_tokens(num_tokens) - num_tokens
-        return (*lengths, padding) if padding else tuple(lengths)
 
 
 def _remember[V](memo: dict[tuple[int, ...], V], key: tuple[int, ...], value: V, entries: int) -> None:

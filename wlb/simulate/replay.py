@@ -17,6 +17,7 @@ from statistics import fmean, median
 from typing import Any
 
 from wlb.cost.model import CostModel
+from wlb.data.planner import draw_arrivals
 from wlb.data.stream import DocumentStream
 from wlb.documents import StepPlan
 from wlb.errors import ConfigError, PackingError
@@ -25,13 +26,17 @@ from wlb.packing.packer import Packer
 from wlb.schedule.model import PipelineModel
 from wlb.schedule.program import Sends
 from wlb.schedule.step_time import model_timeline
+from wlb.sharding.division import Division
+from wlb.sharding.micro_batch_cost import ShardedCost, sharded
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """What a plan runs on.
 
-    cost: of the whole model; each of `num_stages` equal pipeline stages has its share.
+    cost: of the whole model, of undivided micro-batches; each of `num_stages` equal pipeline stages has its share.
+    division: how context-parallel ranks divide each micro-batch, whose time is then that of its slowest rank; None is
+        one rank.
     bytes_per_token: sent from stage to stage. sync_s: gradients' synchronisation of a step.
     in_flight_tokens: most tokens that the first stage may hold; a step beyond it is a PackingError.
     sends: whether ranks wait for their messages; see `wlb.schedule.program`.
@@ -43,10 +48,20 @@ class Cluster:
     sync_s: float = 0.0
     in_flight_tokens: int | None = None
     sends: Sends = "blocking"
+    division: Division | None = None
+
+    @property
+    def cp_size(self) -> int:
+        return 1 if self.division is None else self.division.cp_size
 
     @cached_property
     def model(self) -> PipelineModel:
-        """Raises ConfigError if num_stages, bytes_per_token or sync_s breaks a rule."""
+        """Of divided micro-batches."""
+        return sharded(self.undivided, self.division)
+
+    @cached_property
+    def undivided(self) -> PipelineModel:
+        """What packers are given. Raises ConfigError if num_stages, bytes_per_token or sync_s breaks a rule."""
         return PipelineModel.equal_stages(
             self.cost, self.num_stages, sends=self.sends, bytes_per_token=self.bytes_per_token, sync_s=self.sync_s
         )
@@ -56,9 +71,11 @@ class Cluster:
 class ReplayResult:
     """Measures of the counted steps; the three `documents_` counts are of the whole run.
 
-    imbalance_degree: mean over steps of max * n / sum of the micro-batches' forward seconds without fixed_s.
+    imbalance_degree: mean over steps of max * n / sum of the micro-batches' forward seconds without fixed_s, each that
+        of its slowest context-parallel rank.
     step_time_over_ideal: total predicted time over the time in which the same documents, without any fixed time,
-        would run if all stages of all replicas always worked.
+        would run if all stages of all replicas, and all their context-parallel ranks, always worked, and no kernel
+        tile and no message were wasted.
     lower_bound_over_ideal: no placing of the same documents in the same steps is faster: the larger, per step, of the
         longest document's way through all stages and back, and the ideal time.
     time_per_token: predicted seconds per trained token.
@@ -116,7 +133,7 @@ def replay(
     state = packer.initial_state()
     documents_in = documents_out = warm_up_steps = 0
     while len(tally.step_tokens) < num_steps:
-        arrivals = stream.take(packer.wanted_tokens(state), arrival=state.step)
+        arrivals = draw_arrivals(packer, state, stream)
         begin_s = clock()
         plan, state = packer.plan_step(state, arrivals)
         plan_s = clock() - begin_s
@@ -158,19 +175,22 @@ class _Tally:
         self._delay_token_steps = self._max_delay = self._max_tokens = self._max_in_flight = 0
 
     def add(self, plan: StepPlan, *, plan_s: float) -> None:
-        cost, pp = self._cluster.cost, self._cluster.num_stages
+        cost, cp = self._cluster.cost, self._cluster.cp_size
+        rank_cost = cost if self._cluster.division is None else ShardedCost(whole=cost, division=self._cluster.division)
         self.step_tokens.append(plan.num_tokens)
         self._plan_ms.append(plan_s * 1e3)
         batches = plan.micro_batches
         self._micro_batches.append(len(batches))
+        self._imbalance.append(imbalance_degree([rank_cost.forward_s(m.lengths) - cost.fixed_s for m in batches]))
         forward_s = [cost.forward_s(m.lengths) - cost.fixed_s for m in batches]
         idle_backward_s = cost.backward_s(())
         backward_s = [cost.backward_s(m.lengths) - idle_backward_s for m in batches]
-        self._imbalance.append(imbalance_degree(forward_s))
-        ideal_s = (sum(forward_s) + sum(backward_s)) / (pp * len(plan.replicas))
+        ideal_s = (sum(forward_s) + sum(backward_s)) / (self._cluster.num_stages * cp * len(plan.replicas))
         longest = [max(m.max_seqlen for m in batches)]
         self._ideal_s += ideal_s + self._model.sync_s
-        self._bound_s += max(ideal_s, cost.forward_s(longest) + cost.backward_s(longest)) + self._model.sync_s
+        longest_s = cost.forward_s(longest) + cost.backward_s(longest)
+        longest_s -= (longest_s - cost.fixed_s - idle_backward_s) * (1 - 1 / cp)
+        self._bound_s += max(ideal_s, longest_s) + self._model.sync_s
         self._total_s += model_timeline(plan, self._model).makespan_s
         self._max_tokens = max(self._max_tokens, *(m.num_tokens for m in batches))
         self._add_in_flight(plan)

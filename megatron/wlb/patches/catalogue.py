@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from megatron.wlb.patches import compile_helpers, log_line, moe_metrics, rope_thd, schedule
+from megatron.wlb.patches import compile_helpers, dataloader_state, log_line, moe_metrics, rope_thd, schedule
 from megatron.wlb.patches.registry import Patch, PatchState
 
 _HEADINGS = ("target", "distribution", "versions", "installed", "wanted", "found", "state")
@@ -19,6 +19,7 @@ def every_patch() -> tuple[Patch, ...]:
         schedule.make_patch(_not_in_a_run),
         log_line.make_patch(_not_in_a_run),
         moe_metrics.make_patch(_not_in_a_run),
+        dataloader_state.make_patch(_not_in_a_run),
     )
 
 

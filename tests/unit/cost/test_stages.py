@@ -31,27 +31,37 @@ def _write(path: Path, content: Any) -> Path:
 def test_stages_come_back_and_add_up(tmp_path: Path) -> None:
     path = _write(tmp_path / "cost.json", {"stages": stages_to_json([FIRST, SECOND]), "crossover_tokens": 2})
     costs = load_pipeline_costs(path, 2)
-    assert costs.stages == (FIRST, SECOND)
+    assert costs.stretches == (FIRST, SECOND)
     assert costs.whole.forward_s([1]) == 66.0  # 11 + 22 + 33
     assert costs.whole.backward_s([2]) == 352.0  # 4 * 44 + 2 * 55 + 66
+
+
+def test_chunks_of_a_stage_share_it_equally(tmp_path: Path) -> None:
+    """Two stages of two chunks: a micro-batch goes through the first chunk of both, then through the second."""
+    path = _write(tmp_path / "cost.json", {"stages": stages_to_json([FIRST, SECOND])})
+    costs = load_pipeline_costs(path, 2, num_chunks=2)
+    assert [s.forward_s([1]) for s in costs.stretches] == [3.0, 30.0, 3.0, 30.0]
+    assert costs.whole.forward_s([1]) == 66.0
+    other = load_pipeline_costs(path, 3, num_chunks=2)
+    assert [s.forward_s([1]) for s in other.stretches] == pytest.approx([11.0] * 6)
 
 
 def test_another_number_of_stages_shares_the_whole(tmp_path: Path) -> None:
     path = _write(tmp_path / "cost.json", {"stages": stages_to_json([FIRST, SECOND])})
     costs = load_pipeline_costs(path, 4)
-    assert [s.forward_s([1]) for s in costs.stages] == [16.5] * 4
+    assert [s.forward_s([1]) for s in costs.stretches] == [16.5] * 4
 
 
 def test_a_profile_of_the_whole_model(tmp_path: Path) -> None:
     profile = {"version": 1, "attention": [[4, 8.0]], "linear_token_s": 1.0, "fixed_s": 2.0}
     costs = load_pipeline_costs(_write(tmp_path / "profile.json", profile), 2)
     assert costs.whole.forward_s([4]) == 14.0
-    assert costs.stages[0].forward_s([4]) == 7.0
+    assert costs.stretches[0].forward_s([4]) == 7.0
 
 
 def test_equal_stages_of_one_is_the_whole() -> None:
     whole = CrossoverCost(crossover_tokens=4)
-    assert equal_stages(whole, 1).stages == (whole,)
+    assert equal_stages(whole, 1).stretches == (whole,)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
-from wlb.data.collate import collate, padded_num_tokens
+from wlb.data.collate import collate, padded_lengths, padded_num_tokens
 from wlb.documents import Document, MicroBatch, documents_from_lengths
-from wlb.errors import ConfigError, DataError
+from wlb.errors import ConfigError, DataError, ShardingError
+from wlb.sharding import SHARDERS, Sharding
+from wlb.sharding.plan import plan_of_chunks, unsharded
 
 STORED = {0: [5, 6, 7, 8], 1: [9, 4, 3], 2: [11, 12, 13, 14, 15, 16]}
 
@@ -33,8 +35,10 @@ def micro_batch(*pieces):
 
 
 def packed(batch, **kwargs):
-    options = {"pad_to_multiple": 1, "padding_token": 0, **kwargs}
-    return collate(batch, options.pop("read", Reader()), **options)
+    options = {"padding_token": 0, **kwargs}
+    lengths = padded_lengths(batch, options.pop("pad_to_multiple", 1))
+    plan = options.pop("plan", None) or unsharded(lengths)
+    return collate(batch, options.pop("read", Reader()), plan=plan, **options)
 
 
 def test_two_documents_and_a_padded_tail():
@@ -107,3 +111,34 @@ def test_a_sequence_shorter_than_the_index_said_is_named():
 def test_bad_multiple_is_named():
     with pytest.raises(ConfigError, match="pad_to_multiple must be >= 1, got 0"):
         padded_num_tokens(micro_batch((0, 0, 3)), 0)
+
+
+def test_a_rank_reads_and_holds_its_spans_only():
+    batch = micro_batch((0, 0, 3), (1, 0, 2))
+    plan = plan_of_chunks((3, 2, 3), 2, [(0, 0, 0, 1), (1, 0, 1, 3), (0, 1, 0, 2), (1, 2, 0, 2), (0, 2, 2, 3)])
+    readers = [Reader(), Reader()]
+    ranks = [packed(batch, plan=plan, rank=r, read=readers[r], pad_to_multiple=8) for r in range(2)]
+    assert [readers[r].reads for r in range(2)] == [[(0, 0, 2), (1, 0, 3)], [(0, 1, 3)]]
+    assert [out.tokens.tolist() for out in ranks] == [[5, 9, 4, 0], [6, 7, 0, 0]]
+    assert [out.labels.tolist() for out in ranks] == [[6, 4, 3, 0], [7, 8, 0, 0]]
+    assert [out.position_ids.tolist() for out in ranks] == [[0, 0, 1, 2], [1, 2, 0, 1]]
+    assert [out.loss_mask.tolist() for out in ranks] == [[1, 1, 1, 0], [1, 1, 0, 0]]
+    assert [out.cu_seqlens.tolist() for out in ranks] == [[0, 3, 5, 8]] * 2
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", SHARDERS)
+def test_ranks_together_hold_the_pack(name, cp_size):
+    batch = micro_batch((2, 3, 2), (0, 0, 3), (2, 0, 3), (1, 0, 2))
+    lengths = padded_lengths(batch, 12)
+    plan = Sharding(name=name, cp_size=cp_size).plan(lengths)
+    whole = packed(batch, pad_to_multiple=12)
+    ranks = [packed(batch, plan=plan, rank=r) for r in range(cp_size)]
+    for field in ("tokens", "labels", "position_ids", "loss_mask"):
+        together = np.concatenate([getattr(out, field) for out in ranks])
+        assert together[plan.restore].tolist() == getattr(whole, field).tolist()
+
+
+def test_a_plan_of_other_documents_is_named():
+    with pytest.raises(ShardingError, match=r"rank 1: .* document 1 has 2 tokens and the plan divides 3"):
+        packed(micro_batch((0, 0, 3), (1, 0, 2)), plan=Sharding(cp_size=2).plan((3, 3)), rank=1)

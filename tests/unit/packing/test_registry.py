@@ -21,18 +21,20 @@ OPTIONS = PackerOptions(
 
 
 def test_names_and_what_each_packer_takes():
-    assert list(PACKERS) == ["plain", "greedy", "wlb", "makespan"]
-    packers = plain, greedy, wlb, makespan = tuple(build_packer(name, OPTIONS) for name in PACKERS)
-    assert [p.natural_cut for p in packers] == ["stream", "window", "window", "stream"]
-    assert [p.cap_tokens for p in packers] == [8, 8, 16, 16]
-    assert [p.thresholds_tokens for p in packers] == [(), (), (6,), ()]
-    assert [p.free_counts for p in packers] == [False, False, False, True]
-    assert [p.wanted_tokens(p.initial_state()) for p in (plain, wlb, makespan)] == [48, 48, 48]
+    assert list(PACKERS) == ["plain", "greedy", "wlb", "makespan", "two_stage", "solver"]
+    packers = plain, greedy, wlb, makespan, two_stage, solver = tuple(build_packer(name, OPTIONS) for name in PACKERS)
+    assert [p.natural_cut for p in packers] == ["stream", "window", "window", "stream", "stream", "window"]
+    assert [p.cap_tokens for p in packers] == [8, 8, 16, 16, 16, 16]
+    assert [p.thresholds_tokens for p in packers] == [(), (), (6,), (), (), ()]
+    assert [p.free_counts for p in packers] == [False, False, False, True, True, False]
+    assert [p.wanted_tokens(p.initial_state()) for p in (plain, wlb, makespan, two_stage, solver)] == [48] * 5
     assert greedy.wanted_tokens(greedy.initial_state()) == 4 * 48
 
 
 def test_an_unknown_name_is_refused_with_the_names_there_are():
-    with pytest.raises(ConfigError, match="packer must be one of plain, greedy, wlb, makespan, got 'best'"):
+    with pytest.raises(
+        ConfigError, match="packer must be one of plain, greedy, wlb, makespan, two_stage, solver, got 'best'"
+    ):
         build_packer("best", OPTIONS)
 
 
@@ -62,4 +64,4 @@ def test_a_state_that_is_not_ours_is_refused(saved):
 
 def test_a_cap_that_is_not_given_is_the_packers_own():
     own = replace(OPTIONS, cap_windows=None)
-    assert [build_packer(name, own).cap_tokens for name in PACKERS] == [8, 8, 12, 8]
+    assert [build_packer(name, own).cap_tokens for name in PACKERS] == [8, 8, 12, 8, 8, 12]

@@ -102,10 +102,25 @@ def test_makespan_is_faster_with_the_same_documents_and_memory(lengths_file, tmp
     assert times[-1] < times[0]
 
 
+def test_context_parallel_ranks_known_and_unknown(lengths_file, tmp_path):
+    packers = ["--packers", "plain,makespan:blind,makespan", "--search-evaluations", "64", "--curve-steps", "0"]
+    divided = ["--cp", "4", "--cp-sharding", "per_sequence", "--shuffle", "numpy", "--steps", "5"]
+    exact = ["--cap-windows", "1", "--in-flight-windows", "PP"]
+    done = _run(lengths_file, *packers, *divided, *exact, "--json", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stderr
+    plain, blind, knowing = json.loads((tmp_path / "out.json").read_text())["packers"].values()
+    assert knowing["step_time_over_ideal"] < blind["step_time_over_ideal"] < plain["step_time_over_ideal"]
+    assert len({r["documents_in"] for r in (plain, blind, knowing)}) == 1
+    assert knowing["lower_bound_over_ideal"] == pytest.approx(plain["lower_bound_over_ideal"])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--packers", "plain,best"], "packer must be one of plain, greedy, wlb, makespan, got 'best'"),
+        (["--packers", "makespan:seeing"], "--packers must be names, or names with :blind, got 'makespan:seeing'"),
+        (["--cp", "0"], "cp_size must be >= 1, got 0"),
+        (["--cp", "4", "--shard-plans", "-1"], "shard_plans must be >= 0, got -1"),
+        (["--packers", "best"], "packer must be one of plain, greedy, wlb, makespan, two_stage, solver, got 'best'"),
         (["--cap-windows", "1"], "cap_windows must be > 1"),
         (
             ["--packers", "makespan", "--cap-windows", "0.5"],

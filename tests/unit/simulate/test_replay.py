@@ -11,6 +11,7 @@ from wlb.cost import CrossoverCost
 from wlb.data.stream import DocumentSource, DocumentStream
 from wlb.errors import ConfigError, PackingError
 from wlb.packing import PACKERS, PackerOptions, StepShape, build_packer, derive_thresholds
+from wlb.sharding import Division, ShardCosts, Sharding
 from wlb.simulate import Cluster, replay
 
 DATA = Path(__file__).parents[4] / "shared" / "data" / "lengths"
@@ -30,7 +31,12 @@ def _replay(name, lengths, *, window=8, pp=1, dp=1, micro_batches=2, steps=4, sh
         seed=1,
         shuffle=shuffle,
     )
-    cluster = Cluster(cost=cost, num_stages=pp, in_flight_tokens=more.pop("in_flight_tokens", None))
+    cluster = Cluster(
+        cost=cost,
+        num_stages=pp,
+        in_flight_tokens=more.pop("in_flight_tokens", None),
+        division=more.pop("division", None),
+    )
     return replay(packer, stream, cluster, num_steps=steps, **more)
 
 
@@ -45,6 +51,20 @@ def test_plain_by_hand():
     assert (result.max_micro_batch_tokens, result.max_in_flight_tokens) == (8, 8)
     assert (result.documents_in, result.documents_out, result.documents_waiting) == (12, 12, 0)
     assert (result.steps, result.warm_up_steps, result.micro_batches_mean, result.tokens_per_step) == (4, 0, 2, 16)
+
+
+def test_divided_micro_batches_by_hand():
+    # two ranks; 8 tokens are 36 pairs, 18 a rank; of 4 and 4 tokens each rank has the first 2 rows of one and the last 2
+    # of the other, 1 + 2 + 3 + 4 pairs
+    sharding = Sharding(name="per_sequence", cp_size=2, costs=ShardCosts(tile_tokens=1))
+    division = Division(sharding=sharding, pad_to_multiple=2, typical_tokens=8)
+    one, two = (_replay("plain", [8, 4, 4], division=d) for d in (None, division))
+    # the cost model counts half of the diagonal: 32 pairs, and 8 and 8
+    attention_s, rest_s = (1 * 18 / 32 + 0.5 * 10 / 16) * 3.5, 2 * 3 / 2
+    assert two.time_per_token == pytest.approx((attention_s + rest_s) / 16)
+    assert two.step_time_over_ideal == pytest.approx((attention_s + rest_s) / (11.25 / 2))
+    assert two.imbalance_degree == pytest.approx((1 * 18 / 32 + 0.5) * 2 / (18 / 32 + 0.5 * 10 / 16 + 1))
+    assert (two.lower_bound_over_ideal, two.documents_in) == (one.lower_bound_over_ideal, one.documents_in)
 
 
 def test_the_slowest_replica_and_the_overhead_count_against_plain():

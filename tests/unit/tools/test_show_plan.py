@@ -174,7 +174,10 @@ def test_draws_into_a_folder_that_is_made(show, tmp_path, name, start):
             "num_query_groups must divide num_attention_heads = 32, got 5",
         ),
         (["--lengths", "5", "--cp", "2", "--tile-tokens", "0"], "tile_tokens must be >= 1, got 0"),
-        (["--lengths", "5", "--cp", "2", "--operations-per-byte", "-1"], "operations_per_byte must be >= 0 and finite, got -1"),
+        (
+            ["--lengths", "5", "--cp", "2", "--operations-per-byte", "-1"],
+            "operations_per_byte must be >= 0 and finite, got -1",
+        ),
         (["--lengths-file", "nowhere.json", "--cp", "2"], "lengths file nowhere.json: cannot be read"),
         (["--data-prefix", "nowhere", "--cp", "2"], "data prefix nowhere must name an .idx and a .bin file"),
     ],

@@ -43,6 +43,25 @@ def spread(
     return filling.places if filling.place(documents) else None
 
 
+def alike(work: StepWork, documents: Sequence[int], count: int, *, cap_tokens: int) -> list[list[int]]:
+    """Documents of neighbouring lengths together, in about `count` micro-batches of about equal work, or more where
+    they would break the cap.
+
+    documents: longest first.
+    """
+    totals, tokens = work.total[documents].tolist(), work.tokens[documents].tolist()
+    share = sum(totals) / count
+    micro_batches: list[list[int]] = []
+    load, room = 0, -1
+    for d, total, length in zip(documents, totals, tokens, strict=True):
+        if length > room or load + total / 2 > share:
+            micro_batches.append([])
+            load, room = 0, cap_tokens
+        micro_batches[-1].append(d)
+        load, room = load + total, room - length
+    return micro_batches
+
+
 def by_length(work: StepWork, num_replicas: int, *, fill_tenths: int) -> list[list[int]]:
     """Documents over replicas so that long ones share a replica.
 

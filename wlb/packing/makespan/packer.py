@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from wlb.documents import Document, MicroBatch, StepPlan, total_tokens
+from wlb.documents import Document, MicroBatch, StepPlan
 from wlb.errors import ConfigError
+from wlb.packing.delay import Delay, HoldsBack
 from wlb.packing.makespan.replica import Replica
 from wlb.packing.makespan.search import BATCH, Search
+from wlb.packing.makespan.sharded import ShardedChoice
 from wlb.packing.makespan.start import HUGE, Starter
 from wlb.packing.makespan.timer import NEVER, ReplicaTimer
 from wlb.packing.makespan.work import StepWork, WorkTable
@@ -24,16 +26,18 @@ from wlb.packing.packer import PackerState, StepShape
 from wlb.packing.placement import require_fit
 from wlb.packing.plain import next_fit
 from wlb.schedule.model import PipelineModel
+from wlb.sharding.division import Division
+from wlb.sharding.micro_batch_cost import evenly_shared, sharded
 
 _CLOSE = 1000  # stop within one in so many of a time that no plan can beat
 
 
 @dataclass(frozen=True, kw_only=True)
-class MakespanPacker:
+class MakespanPacker(HoldsBack):
     """Chooses contents, number, replica and order of a step's micro-batches for the shortest predicted step.
 
-    Every document is trained in the step in which it arrives; with the stream cut those are the very pieces that
-    plain trains in that step. Two caps are never exceeded:
+    Without `delay` every document is trained in the step in which it arrives; with the stream cut those are the very
+    pieces that plain trains in that step. Two caps are never exceeded:
 
     cap_tokens: of a micro-batch; None is one window.
     in_flight_tokens: whose activations the first stage holds at once; None is what the schedule holds for plain.
@@ -44,6 +48,11 @@ class MakespanPacker:
         plain's.
     equal_counts: every replica runs equally many micro-batches (expert parallelism hangs otherwise).
     count_multiple: a replica's micro-batches are a multiple of it, beyond what virtual stages ask.
+    division: how context-parallel ranks divide a micro-batch; None is one rank. The step's time is then that of the
+        slowest ranks, and no plan is slower than the one found without knowing the division, or than plain's, as far
+        as shard_plans go.
+    shard_plans: shard plans that may be made to find that time; see `ShardedChoice`.
+    delay: which documents a step trains where long ones may wait; None where none may.
     """
 
     shape: StepShape
@@ -53,11 +62,14 @@ class MakespanPacker:
     search_evaluations: int
     equal_counts: bool = False
     count_multiple: int = 1
-    _table: WorkTable = field(init=False, repr=False, compare=False)
+    division: Division | None = None
+    delay: Delay | None = None
+    shard_plans: int = 0
+    _tables: tuple[WorkTable, ...] = field(init=False, repr=False, compare=False)
     _timer: ReplicaTimer = field(init=False, repr=False, compare=False)
 
     natural_cut: ClassVar[Literal["stream", "window"]] = "stream"
-    state_fields: ClassVar[tuple[str, ...]] = ()
+    state_fields: ClassVar[tuple[str, ...]] = ("thresholds_tokens",)
     free_counts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -79,7 +91,11 @@ class MakespanPacker:
                 f"schedule of {self.pipeline.shape.num_stages} stages with {self.pipeline.shape.num_chunks} chunks "
                 f"takes, got {per_replica}"
             )
-        object.__setattr__(self, "_table", WorkTable(self.pipeline))
+        if self.shard_plans < 0:
+            raise ConfigError(f"shard_plans must be >= 0, got {self.shard_plans}")
+        # With a division the search is made twice, with the estimate of divided work and with undivided work.
+        pipelines = [self.pipeline, *([] if self.division is None else [evenly_shared(self.pipeline, self.division)])]
+        object.__setattr__(self, "_tables", tuple(WorkTable(p) for p in reversed(pipelines)))
         timer = ReplicaTimer(self.pipeline, cap_tokens=self.cap_tokens, in_flight_tokens=self.in_flight_tokens)
         object.__setattr__(self, "_timer", timer)
 
@@ -105,37 +121,49 @@ class MakespanPacker:
             ),
             equal_counts=options.equal_counts,
             count_multiple=options.count_multiple,
+            division=options.division,
+            delay=Delay.build(options),
+            shard_plans=(
+                default_shard_plans(shape, options.division) if options.shard_plans is None else options.shard_plans
+            ),
         )
-
-    @property
-    def thresholds_tokens(self) -> tuple[int, ...]:
-        return ()
-
-    def initial_state(self) -> PackerState:
-        return PackerState()
-
-    def wanted_tokens(self, state: PackerState, *, steps_left: int | None = None) -> int:
-        return state.budget_tokens + self.shape.budget_tokens - state.drawn_tokens
 
     def plan_step(
         self, state: PackerState, arrivals: Sequence[Document], *, steps_left: int | None = None
     ) -> tuple[StepPlan, PackerState]:
-        documents = (*state.carried, *arrivals)
-        require_fit(documents, limit_tokens=self.cap_tokens)
-        work = self._table.step_work(documents)
+        require_fit(arrivals, limit_tokens=self.cap_tokens)
+        documents, after = self.taken_in(state, arrivals, steps_left=steps_left)
         plan = StepPlan(
             step=state.step,
-            replicas=tuple(
-                tuple(MicroBatch(documents=tuple(work.documents[d] for d in sorted(m))) for m in replica.micro_batches)
-                for replica in self._replicas(work, documents)
-            ),
-            waiting=(),
+            replicas=tuple(tuple(MicroBatch(documents=m) for m in replica) for replica in self._place(documents)),
+            waiting=after.waiting,
         )
-        return plan, PackerState(
-            step=state.step + 1,
-            drawn_tokens=state.drawn_tokens + total_tokens(arrivals),
-            budget_tokens=state.budget_tokens + self.shape.budget_tokens,
-        )
+        return plan, after
+
+    def _place(self, documents: Sequence[Document]) -> list[list[tuple[Document, ...]]]:
+        """Documents of each micro-batch of each replica."""
+        work = self._tables[0].step_work(documents)
+        chosen = [[sorted(m) for m in r.micro_batches] for r in self._replicas(work, documents)]
+        if self.division is not None:
+            undivided = self._tables[1].step_work(documents)
+            choice = ShardedChoice(
+                work,
+                undivided,
+                self._timer,
+                sharded(self.pipeline, self.division),
+                self.division,
+                plans=self.shard_plans,
+                takes=self._takes,
+                free_counts=not self.equal_counts,
+            )
+            if choice.consider(chosen):
+                if work.num_documents <= HUGE:
+                    choice.consider([r.micro_batches for r in self._plain(work, documents)], keep_order=True)
+                if choice.plans_left >= sum(map(len, chosen)):
+                    choice.consider([r.micro_batches for r in self._replicas(undivided, documents)])
+                choice.consider_alike(self.shape.micro_batches_per_replica)
+                chosen = choice.run()
+        return [[tuple(work.documents[d] for d in m) for m in replica] for replica in chosen]
 
     def _replicas(self, work: StepWork, documents: Sequence[Document]) -> list[Replica]:
         starter = Starter(
@@ -169,6 +197,13 @@ class MakespanPacker:
         stages = self.pipeline.shape.num_stages * self.shape.num_replicas
         return max(int(work.total.max()), int(work.total.sum()) // stages)
 
+    def predicted_ns(self, documents: Sequence[Document]) -> tuple[int, int]:
+        """Nanoseconds of the step in which these documents are placed, before shard plans, and of their work alone
+        spread evenly over stages and replicas."""
+        work = self._tables[0].step_work(documents)
+        stages = self.pipeline.shape.num_stages * self.shape.num_replicas
+        return _slowest(self._replicas(work, documents)), int(work.total.sum()) // stages
+
     def _plain(self, work: StepWork, documents: Sequence[Document]) -> list[Replica]:
         """What plain would do, in as many micro-batches as it takes to keep both caps."""
         column = {d.doc_id: i for i, d in enumerate(work.documents)}
@@ -201,6 +236,13 @@ def default_evaluations(shape: StepShape, pipeline: PipelineModel) -> int:
     """Candidates that about 20 ms of one core time: a batch costs 0.25 ms and more the larger the pipeline is."""
     passes = pipeline.shape.num_virtual_stages * shape.micro_batches_per_replica
     return BATCH * max(4, round(20 / (0.25 + 0.0025 * passes)))
+
+
+def default_shard_plans(shape: StepShape, division: Division | None) -> int:
+    """Shard plans that about 120 ms of one core make for a step of 4 micro-batches: more for a step of more."""
+    if division is None:
+        return 0
+    return round(division.quick_plans * min(max(1.0, shape.num_micro_batches / 4), 8))
 
 
 def _slowest(replicas: Sequence[Replica]) -> int:

@@ -33,6 +33,12 @@ class Replica:
         replica.time = int(timer.times(replica.durations[:, :, None], replica.tokens[:, None])[0])
         return replica
 
+    def copy(self) -> Replica:
+        """Its micro-batches may be changed and this one's stay."""
+        copy = Replica(self.work, self.micro_batches, self.time)
+        copy.durations, copy.tokens = self.durations.copy(), self.tokens.copy()
+        return copy
+
     @property
     def count(self) -> int:
         return len(self.micro_batches)

@@ -79,7 +79,7 @@ class Search:
         for replica in members:
             for number in range(_ROUNDS):
                 if number % 3 == 2 and self._timer.order_matters:
-                    self._try_orders(replica)
+                    try_orders(replica, self._timer, self._draws, self._take(BATCH))
                 else:
                     self._try_moves(replica)
         members.sort(key=lambda r: r.time)
@@ -138,28 +138,6 @@ class Search:
             moves.apply(k, replica, replica)
         replica.time = time
 
-    def _try_orders(self, replica: Replica) -> None:
-        """The best of a batch of orders in which two micro-batches change places, or one goes elsewhere."""
-        num = self._take(BATCH)
-        count = replica.count
-        if num == 0 or count < 2:
-            return
-        i, j = self._draws.below(count, BATCH), self._draws.below(count, BATCH)
-        place, each = np.arange(count)[:, None], np.arange(BATCH)
-        order = np.repeat(place, BATCH, axis=1)  # (N, C)
-        moves = each % 2 == 1  # the others swap
-        order += moves & (place >= i) & (place < j)
-        order -= moves & (place > j) & (place <= i)
-        order[j, each] = i
-        order[i, each] = np.where(moves, order[i, each], j)
-        order = order[:, :num]
-        times = self._timer.times(replica.durations[:, order], replica.tokens[order])
-        times[(i == j)[:num]] = NEVER
-        best = int(times.argmin())
-        if times[best] <= replica.time and times[best] != NEVER:
-            replica.reorder(order[:, best].tolist())
-            replica.time = int(times[best])
-
     def _exchange_turn(self) -> None:
         for _ in range(_ROUNDS):
             slow, fast = self._slowest(), self._fastest()
@@ -186,6 +164,28 @@ class Search:
         if times[best] < slow.time:
             moves.apply(best, slow, fast)
             slow.time, fast.time = int(slow_times[best]), int(fast_times[best])
+
+
+def try_orders(replica: Replica, timer: ReplicaTimer, draws: Draws, num: int) -> None:
+    """The best of `num`, up to BATCH, orders in which two micro-batches change places, or one goes elsewhere."""
+    count = replica.count
+    if num == 0 or count < 2:
+        return
+    i, j = draws.below(count, BATCH), draws.below(count, BATCH)
+    place, each = np.arange(count)[:, None], np.arange(BATCH)
+    order = np.repeat(place, BATCH, axis=1)  # (N, C)
+    moves = each % 2 == 1  # the others swap
+    order += moves & (place >= i) & (place < j)
+    order -= moves & (place > j) & (place <= i)
+    order[j, each] = i
+    order[i, each] = np.where(moves, order[i, each], j)
+    order = order[:, :num]
+    times = timer.times(replica.durations[:, order], replica.tokens[order])
+    times[(i == j)[:num]] = NEVER
+    best = int(times.argmin())
+    if times[best] <= replica.time and times[best] != NEVER:
+        replica.reorder(order[:, best].tolist())
+        replica.time = int(times[best])
 
 
 def _apart(moves: Moves, times: Int64, now: int) -> list[int]:

@@ -47,11 +47,12 @@ class WorkTable:
     def __init__(self, model: PipelineModel) -> None:
         self._model = model
         self._costs, self._of_stretch = model.classes()
-        self._empty = self._seconds(())
+        self._empty = _seconds(model, ())
         self._columns: dict[int, list[int]] = {}
         self.fixed = np.array([round(s * _NS_PER_S) for s in self._empty], dtype=np.int64)
         stretches = np.bincount(self._of_stretch, minlength=len(self._costs))
-        self._weights = np.concatenate([stretches, stretches, [0] * (len(self._empty) - 2 * len(stretches))])
+        messages = np.zeros(len(self._empty) - 2 * len(stretches), dtype=np.int64)
+        self._weights = np.concatenate([stretches, stretches, messages])
 
     def step_work(self, documents: Sequence[Document]) -> StepWork:
         """The columns of a step's documents, longest first, equal lengths by document id."""
@@ -67,17 +68,24 @@ class WorkTable:
         )
 
     def _column(self, length: int) -> list[int]:
-        seconds = self._seconds((length,))
+        seconds = _seconds(self._model, (length,))
         column = [max(0, round((s - e) * _NS_PER_S)) for s, e in zip(seconds, self._empty, strict=True)]
         self._columns[length] = column
         return column
 
-    def _seconds(self, lengths: tuple[int, ...]) -> list[float]:
-        forward = [cost.forward_s(lengths) for cost in self._costs]
-        backward = [cost.backward_s(lengths) for cost in self._costs]
-        if self._model.instant_messages:
-            return [*forward, *backward]
-        # A message of no bytes takes no time, so what any message costs is read off the line through two short ones.
-        num_tokens = sum(lengths)
-        fixed_s = 2 * self._model.message_s(1) - self._model.message_s(2)
-        return [*forward, *backward, self._model.message_s(num_tokens) if num_tokens else fixed_s]
+
+def durations_ns(model: PipelineModel, lengths: Sequence[int]) -> Int64:
+    """(R,) of one micro-batch, whatever its costs are: the rows that `StepWork` holds for a document."""
+    return np.array([round(s * _NS_PER_S) for s in _seconds(model, tuple(lengths))], dtype=np.int64)
+
+
+def _seconds(model: PipelineModel, lengths: tuple[int, ...]) -> list[float]:
+    costs, _ = model.classes()
+    forward = [cost.forward_s(lengths) for cost in costs]
+    backward = [cost.backward_s(lengths) for cost in costs]
+    if model.instant_messages:
+        return [*forward, *backward]
+    # A message of no bytes takes no time, so what any message costs is read off the line through two short ones.
+    num_tokens = sum(lengths)
+    fixed_s = 2 * model.message_s(1) - model.message_s(2)
+    return [*forward, *backward, model.message_s(num_tokens) if num_tokens else fixed_s]
