@@ -1,13 +1,20 @@
 """Trains for real, plain and balanced in turn, and compares the measured gains with the predicted ones.
 
     python benchmarks/end_to_end.py --layout pp2 --pairs 5 --packers wlb,makespan --json OUT
+    python benchmarks/end_to_end.py --layout cp2 --pairs 5 --json OUT
 
-Every run trains the quickstart's GPT with 2 processes over gloo (scripts/quickstart_train.sh). All runs train the very
-same pieces of documents in as many steps. A round runs plain and every packer once; which of them goes first rotates
-from round to round. Before them one short run over other documents (--calibration-seed), packed in micro-batches of
-many sizes, measures the costs: its fit goes to the packers (--wlb-cost-profile) and predicts, from lengths alone, the
-seconds of the rounds' runs. The first steps of each run are warm-up and are charged at the pace of the others (see
-docs/telemetry.md).
+Every run trains the quickstart's GPT with 2 processes over gloo (scripts/quickstart_train.sh), with 4 at cp2pp2 and
+cp2dp2, which want as many cores. All runs train the very same pieces of documents in as many steps. A round runs plain
+and every other once; which of them goes first rotates from round to round. Before them short runs over other documents
+(--calibration-seed), packed in micro-batches of many sizes, measure the costs: their fit goes to the packers
+(--wlb-cost-profile) and predicts, from lengths alone, the seconds of the rounds' runs. The first steps of each run are
+warm-up and are charged at the pace of the others (see docs/telemetry.md).
+
+A run is named by its packer, with context parallelism also by its sharder: plain is packer plain divided per sequence,
+`makespan` packing alone, `plain+hybrid` sharding alone, `makespan+hybrid` both. Costs then come from one short run a
+sharder, and sharders weigh what travels as it was measured (--wlb-operations-per-byte). At cp2 packing alone is
+predicted to gain close to nothing, by construction: all ranks run one micro-batch after the other, so none is ever
+waited for, and more of them only cost more.
 
 A packer's ratio in a round, its pair, is its run's rate over that of the plain run of the same round, per token and per
 operation; the result is the median over rounds. Where other programs use the machine now and then, whole runs are hit:
@@ -26,6 +33,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,9 +44,14 @@ from wlb.command_line import run_tool
 from wlb.data.atomic_files import atomic_path
 from wlb.errors import ConfigError, WlbError
 from wlb.packing import PACKERS
-from wlb.report import BASE, WARM_UP_STEPS, StepModel, TrainedRun, compare, fit_range, load_manifest, load_run
+from wlb.report import BASE, WARM_UP_STEPS, StepModel, TrainedRun, compare, fit_runs, load_manifest, load_run
+from wlb.sharding import SHARDERS
 
 ROOT = Path(__file__).resolve().parent.parent
+_LAYOUTS = ("pp2", "dp2", "tp2", "cp2", "cp2pp2", "cp2dp2")
+_PACKERS, _CP_PACKERS = "wlb,makespan", "makespan,plain+hybrid,makespan+hybrid"
+# So different that together they tell the price of a span from that of what is received.
+_CALIBRATION_SHARDERS = ("per_sequence", "per_document", "hybrid")
 _RATIOS = ("speedup", "speedup_work", "predicted_speedup", "predicted_speedup_work")
 _COLUMNS = (
     ("pair", "d"),
@@ -54,13 +67,41 @@ class TrainingFailed(WlbError):
     """A training run ended with an error; its sentence has been printed."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A run by its algorithms. sharder: None leaves the default, per sequence."""
+
+    packer: str
+    sharder: str | None = None
+
+    @classmethod
+    def named(cls, name: str) -> Variant:
+        """Of `PACKER` or `PACKER+SHARDER`."""
+        packer, plus, sharder = name.partition("+")
+        return cls(packer=packer, sharder=sharder if plus else None)
+
+    @property
+    def name(self) -> str:
+        return self.packer if self.sharder is None else f"{self.packer}+{self.sharder}"
+
+    @property
+    def flags(self) -> list[str]:
+        sharding = [] if self.sharder is None else ["--wlb-cp-sharding", self.sharder]
+        return ["--wlb-packing", self.packer, *sharding]
+
+
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--layout", choices=("pp2", "dp2", "tp2"), default="pp2", help="how 2 processes share the work")
+    parser.add_argument("--layout", choices=_LAYOUTS, default="pp2", help="how processes share the work")
     parser.add_argument("--pairs", type=int, default=5, help="rounds: runs of plain and of each packer")
-    parser.add_argument("--packers", default="wlb,makespan", help="compared with plain; the last is the headline")
+    parser.add_argument(
+        "--packers",
+        help="compared with plain, each PACKER or with context parallelism PACKER+SHARDER; the last is the headline. "
+        f"Default: {_PACKERS}, with context parallelism {_CP_PACKERS}",
+    )
+    parser.add_argument("--cp-comm-type", choices=("all_gather", "p2p"), default="all_gather", help="cp layouts only")
     parser.add_argument("--steps", type=int, default=12, help="of each run")
     parser.add_argument("--calibration-steps", type=int, default=6, help="of the run that costs come from")
     parser.add_argument("--seed", type=int, default=1, help="order of the documents in all pairs")
@@ -71,10 +112,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.pairs < 1:
         raise ConfigError(f"--pairs must be >= 1, got {options.pairs}")
-    options.packers = options.packers.split(",")
-    known = sorted(set(PACKERS) - {BASE})
-    if len(set(options.packers)) < len(options.packers) or not set(options.packers) <= set(known):
-        raise ConfigError(f"--packers must be different ones of {', '.join(known)}, got {','.join(options.packers)}")
+    options.has_cp = "cp" in options.layout
+    options.packers = (options.packers or (_CP_PACKERS if options.has_cp else _PACKERS)).split(",")
+    _check_packers(options.packers, has_cp=options.has_cp)
     for name in ("steps", "calibration_steps"):
         if getattr(options, name) <= WARM_UP_STEPS:
             flag = f"--{name.replace('_', '-')}"
@@ -82,6 +122,16 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if options.calibration_seed == options.seed:
         raise ConfigError(f"--calibration-seed must differ from --seed, or nothing is predicted; got {options.seed}")
     return options
+
+
+def _check_packers(names: list[str], *, has_cp: bool) -> None:
+    known = sorted(set(PACKERS) - {BASE})
+    rule = ", ".join(known)
+    if has_cp:
+        known += [f"{packer}+{sharder}" for packer in PACKERS for sharder in SHARDERS]
+        rule += f", or with + one of {', '.join(SHARDERS)} behind one of these or behind {BASE}"
+    if len(set(names)) < len(names) or not set(names) <= set(known):
+        raise ConfigError(f"--packers must be different ones of {rule}, got {','.join(names)}")
 
 
 def train(options: argparse.Namespace, name: str, num_steps: int, *flags: str) -> TrainedRun:
@@ -117,15 +167,15 @@ def _environment() -> dict[str, str]:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """The content of the JSON file."""
     manifest = build_corpus(options)
-    model, cost_file = _calibrate(options)
-    packings = [BASE, *options.packers]
+    model, flags = _calibrate(options)
+    variants = [Variant.named(name) for name in (BASE, *options.packers)]
     pairs: list[dict[str, Any]] = []
-    trained: dict[str, list[TrainedRun]] = {packing: [] for packing in packings}
+    trained: dict[str, list[TrainedRun]] = {variant.name: [] for variant in variants}
     for i in range(options.pairs):
-        first = i % len(packings)
-        for packing in (*packings[first:], *packings[:first]):
-            flags = ["--seed", str(options.seed), "--wlb-packing", packing, "--wlb-cost-profile", str(cost_file)]
-            trained[packing].append(train(options, f"pair{i + 1}_{packing}", options.steps, *flags))
+        first = i % len(variants)
+        for variant in (*variants[first:], *variants[:first]):
+            more = ["--seed", str(options.seed), *variant.flags, *flags]
+            trained[variant.name].append(train(options, f"pair{i + 1}_{variant.name}", options.steps, *more))
         pairs += _pairs(i + 1, {name: runs[-1] for name, runs in trained.items()}, model, manifest, options)
         print(_table(pairs[-len(options.packers) :]), flush=True)
     packers = {
@@ -138,6 +188,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "command": shlex.join([Path(sys.executable).name, "benchmarks/end_to_end.py", *sys.argv[1:]]),
         "machine": {"cores": os.cpu_count(), "platform": platform.platform(), "load_average": os.getloadavg()},
         "layout": options.layout,
+        **({"cp_comm_type": options.cp_comm_type} if options.has_cp else {}),
         "steps": options.steps,
         "window": window_tokens,
         "crossover_over_window": model.crossover_tokens / window_tokens,
@@ -150,15 +201,23 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _calibrate(options: argparse.Namespace) -> tuple[StepModel, Path]:
-    """Costs from other documents than the rounds', and the file that hands them to runs."""
-    flags = ["--seed", str(options.calibration_seed), "--wlb-packing", "makespan", "--wlb-overhead-tokens", "0"]
-    calibration = train(options, "calibration", options.calibration_steps, *flags)
-    model = fit_range(calibration, range(WARM_UP_STEPS, options.calibration_steps))
+def _calibrate(options: argparse.Namespace) -> tuple[StepModel, list[str]]:
+    """Costs from other documents than the rounds', and the flags that hand them to runs."""
+    comm_type = ["--cp-comm-type", options.cp_comm_type] if options.has_cp else []
+    runs = []
+    for sharder in _CALIBRATION_SHARDERS if options.has_cp else (None,):
+        variant = Variant(packer="makespan", sharder=sharder)
+        name = "calibration" if sharder is None else f"calibration_{sharder}"
+        flags = ["--seed", str(options.calibration_seed), *variant.flags, "--wlb-overhead-tokens", "0", *comm_type]
+        runs.append(train(options, name, options.calibration_steps, *flags))
+    model = fit_runs(runs, range(WARM_UP_STEPS, options.calibration_steps))
     cost_file = (options.folder / options.layout / "cost.json").resolve()
     with atomic_path(cost_file) as path:
         path.write_text(json.dumps(model.to_json(), indent=1) + "\n", encoding="utf-8")
-    return model, cost_file
+    flags = ["--wlb-cost-profile", str(cost_file), *comm_type]
+    if model.prices is not None:
+        flags += ["--wlb-operations-per-byte", format(runs[0].operations_per_byte(model.prices), ".6g")]
+    return model, flags
 
 
 def _result(

@@ -23,12 +23,11 @@ from wlb.attention.partial import Partial
 def forward(call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Generator[None, None, Saved]:
     """(T, N, H), (T, K, H), (T, K, V) -> output, and what backward needs."""
     index = gather_index(call.plan, call.rank, call.window)
-    received, transfer = _start_gather(call, index, key, value)
+    arriving = _start_gather(call, index, key, value)
     partial = Partial(query, value.shape[-1], index.phases)
     call.kernel.forward(partial, query, key, value, index.local, call.scale)
     yield
-    gathered = _gathered(index, received, transfer, key, value)
-    del received, transfer  # which holds what was sent
+    gathered = _gathered(index, arriving, key, value)
     remote_key, remote_value = key_and_value(gathered, key, value)
     call.kernel.forward(partial, query, remote_key, remote_value, index.remote, call.scale)
     return Saved(
@@ -47,10 +46,9 @@ def backward(
     inputs = (saved.out, saved.log_sum_exp)
     gathered = saved.gathered
     if gathered is None:
-        received, transfer = _start_gather(call, index, key, value)
+        arriving = _start_gather(call, index, key, value)
         yield
-        gathered = _gathered(index, received, transfer, key, value)
-        del received, transfer
+        gathered = _gathered(index, arriving, key, value)
     remote_key, remote_value = key_and_value(gathered, key, value)
     grad_gathered = torch.zeros_like(gathered, dtype=grads[0].dtype)  # (G, W)
     remote_grads = (grads[0], *key_and_value(grad_gathered, key, value))
@@ -70,27 +68,39 @@ def backward(
     return call.cast(grads, query, key, value)
 
 
-def _start_gather(
-    call: Call, index: GatherIndex, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, Transfer | None]:
+class _Arriving:
+    """(R, W) rows on their way. Given away once, so that neither they nor what was sent for them stay alive here."""
+
+    def __init__(self, received: torch.Tensor, transfer: Transfer | None) -> None:
+        self._rows: torch.Tensor | None = received
+        self._transfer = transfer
+
+    def take(self) -> torch.Tensor:
+        """Wait for them."""
+        if self._transfer is not None:
+            self._transfer.wait()
+        rows, self._rows, self._transfer = self._rows, None, None
+        assert rows is not None, "taken already"
+        return rows
+
+
+def _start_gather(call: Call, index: GatherIndex, key: torch.Tensor, value: torch.Tensor) -> _Arriving:
     sent = kv_rows(key, value, index.send_rows)
     received = sent.new_empty(len(index.places), sent.shape[1])
     if not index.exchanges:
-        return received, None
+        return _Arriving(received, None)
     assert call.exchange is not None
-    return received, call.exchange.all_to_all(sent, index.send_counts, received, index.receive_counts)
+    return _Arriving(received, call.exchange.all_to_all(sent, index.send_counts, received, index.receive_counts))
 
 
-def _gathered(
-    index: GatherIndex, received: torch.Tensor, transfer: Transfer | None, key: torch.Tensor, value: torch.Tensor
-) -> torch.Tensor:
+def _gathered(index: GatherIndex, arriving: _Arriving, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """(G, W) each document's keys and values in order."""
-    if transfer is not None:
-        transfer.wait()
+    received = arriving.take()
     if len(index.places) == index.gathered_rows and index.places.are_all_in_order:
         return received
     gathered = received.new_empty(index.gathered_rows, received.shape[1])
     gathered[index.places.on(gathered.device)] = received
+    del received  # before the rank's own rows are copied
     gathered[index.own_places.on(gathered.device)] = kv_rows(key, value, index.own_rows)
     return gathered
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,20 @@ def fit_first_half(run: TrainedRun) -> StepModel:
 
 def fit_range(run: TrainedRun, steps: range) -> StepModel:
     """Costs from the steps of a run at these places."""
-    return fit_steps([run.steps[i] for i in steps], [run.log.steps[i].elapsed_s for i in steps])
+    return fit_runs([run], steps)
+
+
+def fit_runs(runs: Sequence[TrainedRun], steps: range) -> StepModel:
+    """Costs from the steps at these places of several runs of one layout.
+
+    With context parallelism the runs should differ in how they divide micro-batches, or nothing tells what that costs.
+    """
+    chosen = [(run, i) for run in runs for i in steps]
+    return fit_steps(
+        [run.steps[i] for run, i in chosen],
+        [run.log.steps[i].elapsed_s for run, i in chosen],
+        [run.division for run, _ in chosen],
+    )
 
 
 def compare(

@@ -7,6 +7,7 @@ rank's step are of micro-batch k, because without virtual stages 1F1B runs both 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -77,20 +78,23 @@ class MeasuredStep:
     def passes_s(self, pp_rank: int) -> list[tuple[tuple[int, ...], float, float]]:
         """(lengths, forward seconds, backward seconds) of every micro-batch of all replicas on one stage.
 
-        Ranks that share a micro-batch (tensor parallelism) run it together: the slowest counts.
+        Ranks that share a micro-batch (tensor and context parallelism) wait for each other: seconds count from the
+        last one's start to the last one's end, so that those of passes in a row add up to what they took together.
         """
-        slowest: dict[tuple[int, int], tuple[tuple[int, ...], float, float]] = {}
+        ranks: dict[int, list[RankStep]] = {}
         for r in self.ranks:
-            if r.pp_rank != pp_rank:
-                continue
-            for k, (lengths, forward, backward) in enumerate(zip(r.lengths, r.forward, r.backward, strict=True)):
-                _, before_f, before_b = slowest.get((r.dp_rank, k), (lengths, 0.0, 0.0))
-                slowest[r.dp_rank, k] = (
-                    lengths,
-                    max(before_f, forward[1] - forward[0]),
-                    max(before_b, backward[1] - backward[0]),
-                )
-        return [slowest[key] for key in sorted(slowest)]
+            if r.pp_rank == pp_rank:
+                ranks.setdefault(r.dp_rank, []).append(r)
+        return [
+            (lengths, _together_s(r.forward[k] for r in sharing), _together_s(r.backward[k] for r in sharing))
+            for dp_rank, sharing in sorted(ranks.items())
+            for k, lengths in enumerate(sharing[0].lengths)
+        ]
+
+
+def _together_s(passes: Iterable[Interval]) -> float:
+    starts, stops = zip(*passes, strict=True)
+    return float(max(stops) - max(starts))
 
 
 def load_timeline(folder: Path) -> tuple[MeasuredStep, ...]:

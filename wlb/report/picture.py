@@ -6,7 +6,7 @@ hatching and runs in markers too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ def draw(
         figure = plt.figure(figsize=(14, 5.9 + 2.3 * len(steps)), layout="constrained")
         grid = figure.add_gridspec(len(steps) + 1, 2, height_ratios=[*[1] * len(steps), 1.45])
         figure.suptitle(_title(report), fontsize=15, fontweight="bold")
-        limit_s = _draw_timelines(figure, grid, steps, model, styles)
+        models = {name: run.modelled(model) for name, run in runs.items()}
+        limit_s = _draw_timelines(figure, grid, steps, models, styles)
         for axes in figure.axes:
             axes.set_xlim(0, limit_s)
         _draw_imbalance(figure.add_subplot(grid[len(steps), 0]), report, runs, model, styles)
@@ -84,17 +85,21 @@ def _title(report: dict[str, Any]) -> str:
 
 
 def _draw_timelines(
-    figure: Any, grid: Any, steps: dict[str, MeasuredStep], model: StepModel, styles: Mapping[str, dict[str, str]]
+    figure: Any,
+    grid: Any,
+    steps: dict[str, MeasuredStep],
+    models: Mapping[str, StepModel],
+    styles: Mapping[str, dict[str, str]],
 ) -> float:
     """Two time lines a run, all on one time axis; returns its end."""
-    lanes_of: tuple[tuple[str, Callable[[MeasuredStep], StepLanes]], ...] = (
-        ("measured", measured_lanes),
-        ("predicted", lambda step: predicted_lanes(step, model)),
-    )
-    drawn = {(name, how): lanes(step) for name, step in steps.items() for how, lanes in lanes_of}
+    hows = ("measured", "predicted")
+    drawn: dict[tuple[str, str], StepLanes] = {}
+    for name, step in steps.items():
+        drawn[name, "measured"] = measured_lanes(step)
+        drawn[name, "predicted"] = predicted_lanes(step, models[name])
     limit_s = 1.02 * max(lanes.end_s for lanes in drawn.values())
     for row, (name, step) in enumerate(steps.items()):
-        for column, (how, _) in enumerate(lanes_of):
+        for column, how in enumerate(hows):
             axes = figure.add_subplot(grid[row, column])
             lanes, tokens = drawn[name, how], step.plan.num_tokens
             _draw_lanes(axes, lanes, limit_s)

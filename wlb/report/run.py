@@ -16,10 +16,12 @@ from wlb.metrics import imbalance_degree
 from wlb.report.measured import MeasuredStep, load_timeline
 from wlb.report.prediction import StepModel
 from wlb.report.training_log import TrainingLog, load_log
+from wlb.sharding import DEFAULT_OPERATIONS_PER_BYTE, Division, ShardCosts, Sharding
 
 WARM_UP_STEPS = 2
 """Steps whose seconds say nothing: memory is touched for the first time and libraries are loaded."""
 
+_MANY_OPERATIONS = 1e9  # per byte, so that rounding to whole pairs does not show
 _TRAINING_FLOPS = 3  # forward, and backward with two products for each of the forward's
 
 
@@ -57,6 +59,48 @@ class TrainedRun:
             _TRAINING_FLOPS * sum(self.shape.forward_flops(m.lengths) for m in s.plan.micro_batches) for s in self.steps
         )
 
+    @cached_property
+    def division(self) -> Division | None:
+        """How context-parallel ranks divided micro-batches, as the options say; None for one rank."""
+        text = self.log.arguments
+        cp_size = self.log.integer("context_parallel_size") if "context_parallel_size" in text else 1
+        tp_size = self.log.integer("tensor_model_parallel_size") if text.get("sequence_parallel") == "True" else 1
+        name = text.get("wlb_cp_sharding", "None")
+        return Division.of(
+            Sharding(
+                name="per_sequence" if name == "None" else name, cp_size=cp_size, costs=self._shard_costs(cp_size)
+            ),
+            pad_to_multiple=cp_size * tp_size,
+            typical_tokens=self.window_tokens,
+        )
+
+    def operations_per_byte(self, prices: ShardCosts) -> float:
+        """What makes sharders weigh a received token as `prices` does."""
+        per_byte = self._costs_at(_MANY_OPERATIONS).received_token_pairs / _MANY_OPERATIONS
+        return prices.received_token_pairs / per_byte
+
+    def _shard_costs(self, cp_size: int) -> ShardCosts:
+        """With which sharders compared plans."""
+        given = self.log.arguments.get("wlb_operations_per_byte", "None")
+        if cp_size == 1:
+            return ShardCosts()
+        return self._costs_at(DEFAULT_OPERATIONS_PER_BYTE if given == "None" else float(given))
+
+    def _costs_at(self, operations_per_byte: float) -> ShardCosts:
+        text = self.log.arguments
+        heads = self.log.integer("num_attention_heads")
+        grouped = text.get("group_query_attention") == "True" and text.get("multi_latent_attention") != "True"
+        return ShardCosts.for_model(
+            num_heads=heads,
+            num_kv_heads=self.log.integer("num_query_groups") if grouped else heads,
+            bytes_per_number=2 if "True" in (text.get("bf16"), text.get("fp16")) else 4,
+            operations_per_byte=operations_per_byte,
+        )
+
+    def modelled(self, model: StepModel) -> StepModel:
+        """`model` for this run: its micro-batches are divided as the run divides them."""
+        return model if model.division == self.division else model.divided(self.division)
+
     def total_s(self, model: StepModel) -> float:
         """Seconds of all steps, with those of the warm-up as in `total_of`."""
         return self.total_of([s.elapsed_s for s in self.log.steps], model)
@@ -67,6 +111,7 @@ class TrainedRun:
         Leaving the warm-up out of work and time would favour the run that trains cheap documents first, and so would
         charging it by operations: short documents take more seconds for each.
         """
+        model = self.modelled(model)
         predicted_s = [model.step_s(s) for s in self.steps]
         return sum(step_s[WARM_UP_STEPS:]) * sum(predicted_s) / sum(predicted_s[WARM_UP_STEPS:])
 
@@ -96,6 +141,7 @@ class TrainedRun:
 
     def imbalance(self, model: StepModel) -> list[float]:
         """Imbalance degree of each step's micro-batches, by the forward seconds that `model` predicts."""
+        model = self.modelled(model)
         return [imbalance_degree(model.forward_s(s)) for s in self.steps]
 
     def measured_imbalance(self) -> list[float]:
@@ -108,6 +154,7 @@ class TrainedRun:
 
     def summary(self, model: StepModel) -> dict[str, Any]:
         """The run's entry in the report."""
+        model = self.modelled(model)
         losses = self.losses()
         total_s = self.total_s(model)
         if not losses:
@@ -150,7 +197,7 @@ class TrainedRun:
         return fmean(
             abs(measured_s / predicted_s - 1)
             for step in self.steps[WARM_UP_STEPS:]
-            for stage, cost in enumerate(model.stages)
+            for stage, cost in enumerate(model.costs)
             for lengths, forward_s, backward_s in step.passes_s(stage)
             for measured_s, predicted_s in (
                 (forward_s, cost.forward_s(lengths)),

@@ -52,6 +52,11 @@ class TrainingLog:
             ) from None
 
     @property
+    def cp_size(self) -> int:
+        """Context-parallel ranks; 1 where the log does not say."""
+        return self.integer("context_parallel_size") if "context_parallel_size" in self.arguments else 1
+
+    @property
     def shape(self) -> TransformerShape:
         """The model that was trained."""
         heads = self.integer("num_attention_heads")

@@ -1,15 +1,28 @@
 import importlib.util
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from tests.unit.report.synthetic_run import BALANCED, MAKESPAN, PLAIN, forward_s, write_run
+from tests.unit.report.synthetic_run import (
+    BALANCED,
+    CP_MORE,
+    CP_PLAIN,
+    CP_PRICES,
+    MAKESPAN,
+    PLAIN,
+    forward_s,
+    write_cp_run,
+    write_run,
+)
 from wlb.command_line import run_tool
 from wlb.cost import load_pipeline_costs
+from wlb.packing import PACKERS
 from wlb.report import load_run
 
+BALANCERS = ", ".join(sorted(set(PACKERS) - {"plain"}))
 BENCHMARK = Path(__file__).resolve().parents[3] / "benchmarks" / "end_to_end.py"
 
 
@@ -18,6 +31,7 @@ def benchmark(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     spec = importlib.util.spec_from_file_location("end_to_end_benchmark", BENCHMARK)
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
     return module
 
@@ -67,7 +81,7 @@ def test_costs_come_from_other_documents_in_micro_batches_of_many_sizes(measure,
         str(cost_file),
     )
     costs = load_pipeline_costs(cost_file, 2)
-    assert costs.stages[0].forward_s([100]) == pytest.approx(forward_s([100]))
+    assert costs.stretches[0].forward_s([100]) == pytest.approx(forward_s([100]))
 
 
 def test_the_order_rotates_and_the_median_counts(measure, trained, capsys):
@@ -103,15 +117,77 @@ def test_one_packer_alternates_with_plain(measure, trained):
     assert report["headline"] == "wlb"
 
 
+@pytest.fixture
+def cp_trained(benchmark, monkeypatch, tmp_path):
+    """As `trained`, of two context-parallel ranks."""
+    asked = []
+
+    def train(options, name, num_steps, *flags):
+        asked.append((name, *flags))
+        value = dict(zip(flags[::2], flags[1::2], strict=True))
+        steps = CP_PLAIN if value["--wlb-packing"] == "plain" else CP_MORE
+        given = value.get("--wlb-operations-per-byte")
+        more = {} if given is None else {"operations_per_byte": float(given)}
+        return load_run(write_cp_run(tmp_path / name, steps, sharder=value.get("--wlb-cp-sharding"), **more))
+
+    manifest = {"documents": 12, "tokens": 1200, "p50": 60, "p99": 100, "max": 100}
+    monkeypatch.setattr(benchmark, "train", train)
+    monkeypatch.setattr(benchmark, "build_corpus", lambda options: manifest)
+    return asked
+
+
+def test_context_parallel_runs_differ_in_packing_in_sharding_and_in_both(benchmark, cp_trained, tmp_path):
+    path = tmp_path / "out.json"
+    argv = ["--layout", "cp2", "--pairs", "2", "--steps", "6", "--cp-comm-type", "p2p", "--json", str(path)]
+    assert run_tool(benchmark.main, [*argv, "--folder", str(tmp_path / "runs")]) == 0
+    report = json.loads(path.read_text())
+
+    names = [name for name, *_ in cp_trained]
+    assert names[:3] == [f"calibration_{sharder}" for sharder in ("per_sequence", "per_document", "hybrid")]
+    variants = ["plain", "makespan", "plain+hybrid", "makespan+hybrid"]
+    assert names[3:7] == [f"pair1_{name}" for name in variants]
+    assert names[7:] == [f"pair2_{name}" for name in (*variants[1:], variants[0])]
+    assert all(("--cp-comm-type", "p2p") in pairwise(flags) for _, *flags in cp_trained)
+    _, *flags = cp_trained[6]
+    both = dict(zip(flags[::2], flags[1::2], strict=True))
+    assert (both["--wlb-packing"], both["--wlb-cp-sharding"]) == ("makespan", "hybrid")
+    assert "--wlb-cp-sharding" not in cp_trained[3]
+    # Heads of 4-byte numbers: a received token is worth 4 / 3.5 pairs for an operation a byte.
+    weight = float(both["--wlb-operations-per-byte"]) * 4 / 3.5
+    assert weight == pytest.approx(CP_PRICES.received_token_pairs, rel=0.05)
+
+    assert report["headline"] == "makespan+hybrid"
+    for name in variants[1:]:
+        result = report["packers"][name]
+        assert result["speedup"] == pytest.approx(result["predicted_speedup"], rel=0.01)
+    assert report["packers"]["plain+hybrid"]["speedup"] > 1.05
+    assert report["cost"]["prices"]["tile_tokens"] == CP_PRICES.tile_tokens
+
+
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
         (["--pairs", "0"], "--pairs must be >= 1, got 0"),
         (["--steps", "2"], "--steps must be > 2, the warm-up, got 2"),
         (["--calibration-steps", "2"], "--calibration-steps must be > 2, the warm-up, got 2"),
-        (["--packers", "wlb,wlb"], "--packers must be different ones of greedy, makespan, wlb, got wlb,wlb"),
-        (["--packers", "plain"], "--packers must be different ones of greedy, makespan, wlb, got plain"),
-        (["--packers", "best"], "--packers must be different ones of greedy, makespan, wlb, got best"),
+        (
+            ["--packers", "wlb,wlb"],
+            "--packers must be different ones of greedy, makespan, solver, two_stage, wlb, got wlb,wlb",
+        ),
+        (
+            ["--packers", "plain"],
+            "--packers must be different ones of greedy, makespan, solver, two_stage, wlb, got plain",
+        ),
+        (
+            ["--packers", "best"],
+            "--packers must be different ones of greedy, makespan, solver, two_stage, wlb, got best",
+        ),
+        (["--packers", "plain+hybrid"], f"--packers must be different ones of {BALANCERS}, got plain+hybrid"),
+        (
+            ["--layout", "cp2", "--packers", "plain"],
+            f"--packers must be different ones of {BALANCERS}, or with + one of per_sequence, per_document, "
+            "adaptive, hybrid behind one of these or behind plain, got plain",
+        ),
         (["--seed", "2"], "--calibration-seed must differ from --seed, or nothing is predicted; got 2"),
     ],
 )

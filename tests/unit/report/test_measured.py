@@ -53,10 +53,12 @@ def test_replicas_add_their_micro_batches(write):
     assert step.num_stages == 1
 
 
-def test_ranks_that_share_a_micro_batch_count_once_with_the_slowest(write):
+def test_ranks_that_share_a_micro_batch_count_once_from_the_last_start_to_the_last_end(write):
+    """What the first one waits for the last is no work: seconds of passes in a row add up to what all took."""
     (step,) = load_timeline(write([row(0)], [row(1, passes_s=((7, 1), (1, 8)))]))
     assert step.plan.num_tokens == 9
-    assert step.passes_s(0) == [((4, 2), 7, 3), ((3,), 2, 8)]
+    #   rank 0: forward 10-11, 12-14, backward 15-18, 19-23; rank 1: forward 10-17, 18-19, backward 20-21, 22-30
+    assert step.passes_s(0) == [((4, 2), 17 - 10, 21 - 20), ((3,), 19 - 18, 30 - 22)]
 
 
 def test_stages_are_told_apart(write):

@@ -4,10 +4,23 @@ import random
 
 import pytest
 
-from tests.unit.report.synthetic_run import MAKESPAN, MICRO_BATCH_S, PLAIN, SQUARE_S, TOKEN_S, write_run
+from tests.unit.report.synthetic_run import (
+    CP_COST,
+    CP_MORE,
+    CP_PLAIN,
+    CP_PRICES,
+    MAKESPAN,
+    MICRO_BATCH_S,
+    PLAIN,
+    SQUARE_S,
+    TOKEN_S,
+    cp_division,
+    write_cp_run,
+    write_run,
+)
 from wlb.cost import FittedCost, QuadraticTime
 from wlb.errors import DataError
-from wlb.report import fit_range, load_run
+from wlb.report import fit_range, fit_runs, load_run
 from wlb.report.measured import MeasuredStep, RankStep
 from wlb.report.prediction import StepModel, fit_steps
 
@@ -88,3 +101,54 @@ def test_no_time_per_token_is_refused():
     fixed = QuadraticTime(square_s=1, token_s=0, micro_batch_s=1)
     with pytest.raises(DataError, match="must show a time per token"):
         _ = StepModel(stages=(FittedCost(forward=fixed, backward=fixed),), outside_s=0).overhead_tokens
+
+
+@pytest.fixture
+def cp_model(tmp_path):
+    """Costs of two context-parallel ranks, from a run of each of three sharders."""
+    runs = [
+        load_run(write_cp_run(tmp_path / f"calibration_{name}", CP_MORE, sharder=name))
+        for name in ("per_sequence", "per_document", "hybrid")
+    ]
+    return fit_runs(runs, range(2, 6))
+
+
+def test_divided_micro_batches_tell_the_cost_of_undivided_ones_and_of_dividing(cp_model):
+    (cost,) = cp_model.stages
+    for fitted, true in ((cost.forward, CP_COST.forward), (cost.backward, CP_COST.backward)):
+        assert fitted.square_s == pytest.approx(true.square_s, rel=0.02)
+        assert fitted.token_s == pytest.approx(true.token_s, rel=0.02)
+    assert cp_model.prices.tile_tokens == CP_PRICES.tile_tokens
+    assert cp_model.prices.received_token_pairs == pytest.approx(CP_PRICES.received_token_pairs, rel=0.05)
+    assert cp_model.to_json()["prices"]["tile_tokens"] == CP_PRICES.tile_tokens
+    assert cp_model.outside_s == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("steps", [CP_PLAIN, CP_MORE])
+@pytest.mark.parametrize("sharder", [None, "per_sequence", "per_document", "adaptive", "hybrid"])
+def test_one_model_predicts_every_sharder(cp_model, tmp_path, steps, sharder):
+    run = load_run(write_cp_run(tmp_path / "run", steps, sharder=sharder, operations_per_byte=300.0))
+    assert run.division == cp_division(sharder or "per_sequence", operations_per_byte=300.0)
+    model = run.modelled(cp_model)
+    for step, logged in zip(run.steps, run.log.steps, strict=True):
+        assert model.step_s(step) == pytest.approx(logged.elapsed_s, rel=0.01)
+    assert run.summary(cp_model)["pass_deviation"] < 0.01
+    assert run.total_s(cp_model) == pytest.approx(sum(s.elapsed_s for s in run.log.steps), rel=0.01)
+
+
+def test_sharders_can_be_told_to_weigh_what_travels_as_it_was_measured(cp_model, tmp_path):
+    run = load_run(write_cp_run(tmp_path / "run", CP_PLAIN))
+    weighed = cp_division("hybrid", operations_per_byte=run.operations_per_byte(CP_PRICES))
+    assert weighed.sharding.costs.received_token_pairs == CP_PRICES.received_token_pairs
+
+
+def test_a_run_of_one_rank_is_not_divided(tmp_path):
+    run = load_run(write_run(tmp_path / "run", PLAIN))
+    assert run.division is None
+    assert fit_range(run, range(2, 6)).prices is None
+
+
+def test_runs_with_and_without_context_parallelism_are_not_fitted_together(tmp_path):
+    steps = load_run(write_run(tmp_path / "run", PLAIN)).steps[:2]
+    with pytest.raises(DataError, match="for all 2 steps or for none, got 1"):
+        fit_steps(steps, [1.0, 1.0], [None, cp_division("hybrid")])

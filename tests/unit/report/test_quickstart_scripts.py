@@ -80,7 +80,7 @@ def test_a_failure_is_a_sentence_and_the_path_of_the_log(train, tmp_path, printe
 
 
 def test_an_unknown_layout_is_refused_before_anything_is_done(train, tmp_path):
-    assert train("", 0, layout="pp4").stderr == "error: LAYOUT must be pp2, dp2 or tp2, got pp4\n"
+    assert train("", 0, layout="pp4").stderr == "error: LAYOUT must be pp2, dp2, tp2, cp2, cp2pp2 or cp2dp2, got pp4\n"
     refused = subprocess.run(
         [ROOT / "scripts/quickstart.sh"],
         env=os.environ | {"LAYOUT": "cp2"},
