@@ -15,6 +15,9 @@ warm-up), and the run then stops without draining; documents in, out and waiting
 With --cp a micro-batch takes as long as its slowest context-parallel rank under --cp-sharding, with keys and values to
 receive priced as for Llama-2-7B, and packers know it unless :blind is behind their name.
 
+With --max-delay-steps, packers that can hold documents back do, each within the budget of every step. wlb as published
+then keeps its own caps if those given are too small for it; its row says what it held.
+
 For makespan the JSON also holds its search curve: the first --curve-steps steps planned with other numbers of
 evaluations.
 """
@@ -26,6 +29,7 @@ import json
 import shlex
 import sys
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -188,9 +192,9 @@ def in_flight_tokens(options: argparse.Namespace) -> int | None:
         return None
     try:
         windows = options.pp if options.in_flight_windows == "PP" else float(options.in_flight_windows)
-    except ValueError as error:
+        return int(windows * options.window)
+    except (ValueError, OverflowError) as error:
         raise ConfigError(f"--in-flight-windows must be a number or PP, got {options.in_flight_windows!r}") from error
-    return int(windows * options.window)
 
 
 def division(options: argparse.Namespace) -> Division | None:
@@ -230,6 +234,8 @@ class Trace:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """The content of the JSON file."""
     names = options.packers.split(",")
+    if options.delay_curve is not None and find_spec("matplotlib") is None:
+        raise ConfigError("--delay-curve needs matplotlib, which is not installed: pip install '.[report]'")
     trace = Trace(options)
     limit_tokens = in_flight_tokens(options)
     cluster = Cluster(
@@ -264,13 +270,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if choice is None and options.max_delay_steps:
         tried = choose_thresholds(packer_options, trace.lengths, max_mean_delay_steps=options.mean_delay_steps)
     by_replay = choice if tried is None else tried.chosen.thresholds_tokens
-    packers = {}
+    packers, own_caps = {}, set()
     for name in names:
         delays = options.max_delay_steps and (not name.startswith("wlb") or options.wlb_intake == "budget")
         tokens = by_replay if delays else choice
         if tokens is None:
             tokens = derived_thresholds(options, trace.lengths)
-        packers[name] = build(name, replace(packer_options, thresholds_tokens=tokens))
+        built = replace(packer_options, thresholds_tokens=tokens)
+        if name == "wlb" and options.max_delay_steps and not delays and (options.cap_windows or 2) <= 1:
+            own_caps.add(name)
+            built = replace(built, cap_windows=None)
+            print("wlb: as published cannot keep a cap of one window; it runs under its own, 1.5", file=sys.stderr)
+        packers[name] = build(name, built)
         for sentence in threshold_remarks(packers[name].thresholds_tokens, trace.lengths, options.window):
             print(f"{name}: {sentence}", file=sys.stderr)
     cuts = {name: cut_of(options, name) for name in names}
@@ -279,7 +290,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for name, packer in packers.items():
             progress.set_description(name)
             results[name] = replay(
-                packer, trace.stream(cuts[name]), cluster, num_steps=options.steps, on_step=progress.update
+                packer,
+                trace.stream(cuts[name]),
+                replace(cluster, in_flight_tokens=None) if name in own_caps else cluster,
+                num_steps=options.steps,
+                on_step=progress.update,
             )
     report: dict[str, Any] = {
         "command": shlex.join([Path(sys.executable).name, "benchmarks/packing.py", *sys.argv[1:]]),

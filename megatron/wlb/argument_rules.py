@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from argparse import Namespace
 from math import inf
-from typing import get_args
 
-from wlb.attention import CommType
+from megatron.wlb.context_parallel import attention_rules
 from wlb.errors import ConfigError
 from wlb.packing.solver import require_solver
 from wlb.packing.thresholds import MAX_QUEUES
@@ -159,10 +158,6 @@ def flag_name(name: str) -> str:
 
 def refuse_unsupported(args: Namespace) -> None:
     """Options that assume one length for all samples, or that this version does not do yet."""
-    # Where our own core attention runs; elsewhere Transformer Engine's does.
-    ours = args.transformer_impl == "local" or args.context_parallel_size > 1
-    on_cuda = args.distributed_backend == "nccl"
-    window = getattr(args, "window_size", None)
     rules: list[tuple[str, object, bool, str]] = [
         ("--micro-batch-size", args.micro_batch_size, args.micro_batch_size != 1, "must be 1"),
         (
@@ -187,24 +182,6 @@ def refuse_unsupported(args: Namespace) -> None:
             "must be unset or external",
         ),
         (
-            "--hybrid-context-parallel",
-            True,
-            bool(getattr(args, "hybrid_context_parallel", False)),
-            "must be off (it divides samples itself)",
-        ),
-        (
-            "--cp-comm-type",
-            " ".join(args.cp_comm_type),
-            args.context_parallel_size > 1 and not set(args.cp_comm_type) <= set(get_args(CommType)),
-            f"must be {' or '.join(get_args(CommType))}",
-        ),
-        (
-            "--cp-comm-type",
-            " ".join(args.cp_comm_type),
-            args.context_parallel_size > 1 and len(args.cp_comm_type) not in (1, args.num_layers),
-            f"must be one word, or one for each of {args.num_layers} layers",
-        ),
-        (
             "--wlb-timeline",
             args.wlb_timeline,
             args.wlb_timeline is not None and args.virtual_pipeline_model_parallel_size is not None,
@@ -221,6 +198,18 @@ def refuse_unsupported(args: Namespace) -> None:
             args.wlb_greedy_window,
             args.step_batch_size_schedule is not None and (args.wlb_greedy_window or 1) > 1,
             "must be 1 with --step-batch-size-schedule",
+        ),
+        (
+            "--moe-router-load-balancing-type",
+            "global_aux_loss",
+            bool(args.num_experts) and "global_aux_loss" in _words(args.moe_router_load_balancing_type),
+            "must not be global_aux_loss (it takes all micro-batches to have one length)",
+        ),
+        (
+            "--tensor-parallel-num-weight-shards",
+            args.tensor_parallel_num_weight_shards,
+            args.gtp_weight_remat_size > 1,
+            "must be unset",
         ),
         ("--iterations-to-skip", args.iterations_to_skip, bool(args.iterations_to_skip), "must be unset"),
         ("--full-validation", True, bool(args.full_validation), "must be off"),
@@ -247,25 +236,11 @@ def refuse_unsupported(args: Namespace) -> None:
         ("--tp-comm-overlap", True, bool(args.tp_comm_overlap), "must be off (its buffers have one length)"),
         ("--use-legacy-models", True, bool(getattr(args, "use_legacy_models", False)), "must be off"),
     ]
-    if ours:
-        rules += [
-            ("--attention-dropout", args.attention_dropout, args.attention_dropout != 0, "must be 0"),
-            (
-                "--window-size",
-                window,
-                window is not None and window[1] != 0,
-                "must end in ,0 (a query sees no key behind its own)",
-            ),
-            ("--softmax-type", args.softmax_type, args.softmax_type != "vanilla", "must be vanilla"),
-            (
-                "--window-size",
-                window,
-                window is not None and on_cuda and args.context_parallel_size > 1 and "p2p" in args.cp_comm_type,
-                "needs --cp-comm-type all_gather on CUDA",
-            ),
-            ("--bf16", False, on_cuda and not (args.bf16 or args.fp16), "(or --fp16) must be given on CUDA"),
-            ("--qk-clip", True, bool(getattr(args, "qk_clip", False)), "must be off"),
-        ]
+    rules += attention_rules(args)
     for option, value, refused, rule in rules:
         if refused:
             raise ConfigError(f"{option} {rule} with --wlb-packing, got {value}")
+
+
+def _words(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -14,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron.wlb.packed_seq_params import PlannedPackedSeqParams
-from wlb.attention import CommType, GroupExchange, packed_attention, sharded_attention
+from wlb.attention import CommType, GroupExchange, sharded_attention
 from wlb.errors import ConfigError
 
 
@@ -47,15 +46,11 @@ class PackedCoreAttention(MegatronModule):
         if config.apply_query_key_layer_scaling:
             self.scale /= max(1, layer_number)
         self.window_tokens = _window_tokens(config, layer_number)
-        self._attend_over_ranks = None
+        self._comm_type = cast(CommType, cp_comm_type or "all_gather")
+        self._exchange = None
         if config.context_parallel_size > 1:
             groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
-            self._attend_over_ranks = partial(
-                sharded_attention,
-                exchange=GroupExchange(groups.cp),
-                comm_type=cast(CommType, cp_comm_type),
-                keep_gathered=self.keep_gathered_kv,
-            )
+            self._exchange = GroupExchange(groups.cp)
 
     def forward(
         self,
@@ -70,27 +65,18 @@ class PackedCoreAttention(MegatronModule):
         """(S, N, H), (S, K, H), (S, K, V) -> (S, N * V)."""
         if not isinstance(packed_seq_params, PlannedPackedSeqParams):
             raise TypeError(f"packed_seq_params must come from a plan, got {type(packed_seq_params).__name__}")
-        if self._attend_over_ranks is not None:
-            out = self._attend_over_ranks(
-                query,
-                key,
-                value,
-                packed_seq_params.plan,
-                packed_seq_params.cp_rank,
-                scale=self.scale,
-                window_tokens=self.window_tokens,
-            )
-        else:
-            out = packed_attention(
-                query,
-                key,
-                value,
-                packed_seq_params.segments,
-                cu_seqlens=packed_seq_params.cu_seqlens_q,
-                max_seqlen=packed_seq_params.max_seqlen_q,
-                scale=self.scale,
-                window_tokens=self.window_tokens,
-            )
+        out = sharded_attention(
+            query,
+            key,
+            value,
+            packed_seq_params.plan,
+            packed_seq_params.cp_rank,
+            self._exchange,
+            comm_type=self._comm_type,
+            scale=self.scale,
+            window_tokens=self.window_tokens,
+            keep_gathered=self.keep_gathered_kv,
+        )
         return out.reshape(out.shape[0], -1)
 
 

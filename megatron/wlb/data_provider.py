@@ -75,11 +75,9 @@ def packer_options(args: Namespace, options: WlbOptions, files: TokenFiles) -> P
 
 def replicas_meet_in_every_micro_batch(args: Namespace) -> bool:
     """Whether a collective joins data-parallel ranks inside a micro-batch: with unequal counts it would hang."""
-    balancing = args.moe_router_load_balancing_type
     return bool(
         args.expert_model_parallel_size > 1
         or args.expert_tensor_parallel_size > args.tensor_model_parallel_size
-        or (args.num_experts and "global_aux_loss" in ([balancing] if isinstance(balancing, str) else balancing))
         # Sharded weights are gathered from the other replicas before each use.
         or args.use_torch_fsdp2
         or args.use_megatron_fsdp
@@ -120,7 +118,9 @@ def packed_dataset_provider(
             options=train_packer,
             num_steps=saved_step + args.train_iters - args.iteration,
             replica=here.dp_rank,
-            cost=statistics_cost(options.costs.whole, packer.division),
+            cost=statistics_cost(
+                options.costs.whole, packer.division, num_micro_batches=packer.shape.num_micro_batches
+            ),
             pad_to_multiple=pad_multiple(args),
             sharding=options.sharding,
             keeps_ledger=options.ledger is not None and here.rank == 0,
@@ -174,7 +174,9 @@ def _evaluation_spec(
         options=PackerOptions(shape=shape, cost=options.costs.whole),
         num_steps=None,
         replica=dims.dp_rank,
-        cost=statistics_cost(options.costs.whole, division_of(args, options)),
+        cost=statistics_cost(
+            options.costs.whole, division_of(args, options), num_micro_batches=shape.num_micro_batches
+        ),
         pad_to_multiple=pad_multiple(args),
         sharding=options.sharding,
         restored=restored,

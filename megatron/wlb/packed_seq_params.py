@@ -53,7 +53,7 @@ def packed_seq_params(
     value that it sees.
     """
     segments = tuple(accumulate(plan.lengths, initial=0))
-    cu_seqlens = torch.tensor(segments, dtype=torch.int32, device=position_ids.device)
+    cu_seqlens = torch.tensor(segments, dtype=torch.int32).pin_memory().cuda(non_blocking=True)
     setattr(cu_seqlens, POSITIONS_ATTRIBUTE, position_ids)
     longest = max(plan.lengths)
     max_seqlen = max(longest, min(1 << (longest - 1).bit_length(), max_positions))

@@ -47,6 +47,10 @@ REFUSED = [
     (["--full-validation"], "--full-validation must be off with --wlb-packing, got True"),
     (["--attention-dropout", "0.1"], "--attention-dropout must be 0 with --wlb-packing, got 0.1"),
     (["--attention-backend", "local", "--spec", "local"], "--spec must be unset"),
+    (
+        ["--num-experts", "4", "--disable-bias-linear", "--moe-router-load-balancing-type", "global_aux_loss"],
+        "--moe-router-load-balancing-type must not be global_aux_loss",
+    ),
     (["--window-size", "8,2"], "--window-size must end in ,0 (a query sees no key behind its own)"),
     (["--wlb-operations-per-byte", "-1"], "--wlb-operations-per-byte must be finite and >= 0, got -1"),
     (

@@ -20,7 +20,8 @@ ITERATIONS = 10
 RELATIVE = 1e-5
 EXPERTS = [
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-token-dispatcher-type", "alltoall"),
-    *("--moe-aux-loss-coeff", "0", "--disable-bias-linear"),
+    *("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "1e-2", "--moe-z-loss-coeff", "1e-3"),
+    "--disable-bias-linear",
 ]
 # All combinations at CP 2, then one each by rotation.
 COMM_TYPES = get_args(CommType)
@@ -88,7 +89,7 @@ def test_balanced_packs_too(packer: str, toy_data: Path, start_checkpoint: Path,
 
 
 def test_expert_parallelism_over_context_parallel_ranks(toy_data: Path, tmp_path: Path) -> None:
-    """Experts are divided among the very ranks that divide the tokens."""
+    """Experts are divided among the very ranks that divide the tokens; auxiliary losses count the whole micro-batch."""
     train(["--mock-data", *EXPERTS, "--save", tmp_path, "--save-interval", "1"], iterations=1)
     args = [
         *("--data-path", toy_data, "--split", "100,0,0", "--wlb-packing", "plain", *EXPERTS),

@@ -65,13 +65,14 @@ def _leak_between_documents(undo: ExitStack) -> None:
     """One segment for the whole pack."""
     from megatron.wlb import core_attention
     from megatron.wlb.patches.registry import replace
+    from wlb.sharding.plan import unsharded
 
-    original = core_attention.packed_attention
+    original = core_attention.sharded_attention
 
-    def leaking(query: Any, key: Any, value: Any, segments: Any, **kwargs: Any) -> Any:
-        return original(query, key, value, (0, segments[-1]), **kwargs)
+    def leaking(query: Any, key: Any, value: Any, plan: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(query, key, value, unsharded((plan.num_tokens,)), *args, **kwargs)
 
-    replace(undo, core_attention, "packed_attention", leaking)
+    replace(undo, core_attention, "sharded_attention", leaking)
 
 
 def _rolled_labels(undo: ExitStack) -> None:

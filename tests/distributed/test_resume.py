@@ -14,6 +14,12 @@ ITERATIONS = 8
 PACKERS = {
     "plain": [],
     "makespan": ["--wlb-overhead-tokens", "2", "--wlb-crossover", "16"],
+    "makespan+delay": [
+        *("--wlb-overhead-tokens", "2", "--wlb-crossover", "16"),
+        *("--wlb-max-delay-steps", "3", "--wlb-thresholds", "24", "40"),
+    ],
+    "makespan+replay": ["--wlb-overhead-tokens", "2", "--wlb-crossover", "16", "--wlb-max-delay-steps", "3"],
+    "wlb+budget": ["--wlb-intake", "budget", "--wlb-max-delay-steps", "3", "--wlb-thresholds", "24", "40"],
     "two_stage": ["--wlb-overhead-tokens", "2", "--wlb-crossover", "16"],
     "greedy": ["--wlb-greedy-window", "2"],
     "wlb": ["--wlb-thresholds", "24", "40"],
@@ -33,7 +39,7 @@ def _run(packer: str, data: Path, folder: Path, layout: Layout, *more: Any) -> t
         "--split",
         "100,0,0",
         "--wlb-packing",
-        packer,
+        packer.partition("+")[0],
         *PACKERS[packer],
         "--wlb-ledger",
         ledger,
@@ -63,11 +69,12 @@ def test_losses_and_documents_equal_an_unbroken_run(
     assert replanned == planned
 
 
-def test_what_waits_at_a_stop_is_saved(toy_data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("packer", ["wlb", "wlb+budget", "makespan+delay"])
+def test_what_waits_at_a_stop_is_saved(packer: str, toy_data: Path, tmp_path: Path) -> None:
     """The case that resume is about: at the stop, documents wait in the queues."""
     import torch
 
-    _run("wlb", toy_data, tmp_path, Layout(), "--save", tmp_path, "--save-interval", 3, "--exit-interval", 3)
+    _run(packer, toy_data, tmp_path, Layout(), "--save", tmp_path, "--save-interval", 3, "--exit-interval", 3)
     (path,) = tmp_path.glob("iter_0000003/*/train_dataloader_dprank000.pt")
     state = torch.load(path, weights_only=True)["dataloader_state_dict"]["train"]["packer_state"]
     assert state["step"] == 3

@@ -23,18 +23,23 @@ def rehearse() -> dict[str, Any]:
     from megatron.wlb.parallel import single_process
     from megatron.wlb.patches import rope_thd
     from megatron.wlb.patches.registry import applied, replace
+    from wlb.sharding.plan import unsharded
 
     scale = gpu_check.SCALES["cpu"]
-    original = core_attention.packed_attention
+    packed, sharded = gpu_check.packed_attention, core_attention.sharded_attention
 
     def merging(query: Any, key: Any, value: Any, segments: Any, **kwargs: Any) -> Any:
-        return original(query, key, value, (0, *segments[2:]), **kwargs)
+        return packed(query, key, value, (0, *segments[2:]), **kwargs)
+
+    def merging_plan(query: Any, key: Any, value: Any, plan: Any, *args: Any, **kwargs: Any) -> Any:
+        first, second, *others = plan.lengths
+        return sharded(query, key, value, unsharded((first + second, *others)), *args, **kwargs)
 
     @contextmanager
     def broken(name: str) -> Any:
         with ExitStack() as undo:
             if name == "merged":
-                replace(undo, core_attention, "packed_attention", merging)
+                replace(undo, core_attention, "sharded_attention", merging_plan)
                 replace(undo, gpu_check, "packed_attention", merging)
             if name == "reversed":
                 _reverse_positions(undo)

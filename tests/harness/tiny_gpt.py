@@ -264,15 +264,17 @@ def _merged_documents() -> float:
     from megatron.wlb import core_attention
     from megatron.wlb.gpu_check_model import difference, run_one_by_one, run_packed
     from megatron.wlb.patches.registry import replace as replaced
+    from wlb.sharding.plan import unsharded
 
     model, oracle = _models(_shape("gqa-rope"), "float64")
     stored, micro_batch = _documents((20, 12, 9))
     exact = run_one_by_one(oracle, stored, micro_batch)
-    original = core_attention.packed_attention
+    original = core_attention.sharded_attention
 
-    def merging(query: Any, key: Any, value: Any, segments: Any, **kwargs: Any) -> Any:
-        return original(query, key, value, (0, *segments[2:]), **kwargs)
+    def merging(query: Any, key: Any, value: Any, plan: Any, *args: Any, **kwargs: Any) -> Any:
+        first, second, *others = plan.lengths
+        return original(query, key, value, unsharded((first + second, *others)), *args, **kwargs)
 
     with _rope(), ExitStack() as undo:
-        replaced(undo, core_attention, "packed_attention", merging)
+        replaced(undo, core_attention, "sharded_attention", merging)
         return difference(run_packed(model, stored, micro_batch), exact).logits

@@ -31,7 +31,7 @@ MASK_ROWS = 256
 
 
 class Rows:
-    """Row numbers, copied once to each device that asks: no host synchronisation in the layers after the first.
+    """Row numbers, copied once to each device that asks, without waiting for it.
 
     numbers: int64, or int32 for the edges that kernels take.
     """
@@ -50,7 +50,10 @@ class Rows:
 
     def on(self, device: torch.device) -> torch.Tensor:
         if device not in self._tensors:
-            self._tensors[device] = torch.from_numpy(self.numbers).to(device)
+            rows = torch.from_numpy(self.numbers)
+            if device.type == "cuda":
+                rows = rows.pin_memory().to(device, non_blocking=True)
+            self._tensors[device] = rows
         return self._tensors[device]
 
 

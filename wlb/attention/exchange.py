@@ -45,11 +45,15 @@ class KvExchange(Protocol):
 
 
 class GroupExchange:
-    """Over a torch.distributed process group."""
+    """Over a torch.distributed process group. All its ranks must make one together: see below."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._size, self._rank = group.size(), group.rank()
+        if dist.get_backend(group) == "nccl":
+            # NCCL connects a group in its first call, for which it waits for all ranks; a ring step may have messages
+            # for some of them only.
+            dist.all_reduce(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())), group=group)
 
     @property
     def size(self) -> int:

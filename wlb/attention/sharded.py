@@ -10,6 +10,7 @@ from collections.abc import Generator, Sequence
 from typing import Any, Literal, Protocol, get_args
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from wlb.attention import all_gather, ring
 from wlb.attention.call import Call, Gradients, Saved
@@ -97,6 +98,7 @@ class _AllGatherAttention(torch.autograd.Function):
         return _forward(ctx, all_gather, call, query, key, value)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _backward(ctx, all_gather, grad_out)
 
@@ -107,6 +109,7 @@ class _RingAttention(torch.autograd.Function):
         return _forward(ctx, ring, call, query, key, value)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _backward(ctx, ring, grad_out)
 

@@ -21,7 +21,7 @@ from wlb.errors import ConfigError
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_SIZE_MULTIPLE = 8
-_LARGEST_HEAD_SIZE = 256
+MOST_HEAD_SIZE = 256
 
 
 class VarlenKernel:
@@ -46,9 +46,9 @@ class VarlenKernel:
         """Raises ConfigError for a dtype or a head size that flash attention does not have."""
         if query.dtype not in _DTYPES:
             raise ConfigError(f"attention on CUDA takes bfloat16 or float16, got {query.dtype}")
-        if _padded_size(query, value) > _LARGEST_HEAD_SIZE:
+        if _padded_size(query, value) > MOST_HEAD_SIZE:
             sizes = f"{query.shape[-1]} and {value.shape[-1]}"
-            raise ConfigError(f"attention on CUDA takes head sizes up to {_LARGEST_HEAD_SIZE}, got {sizes}")
+            raise ConfigError(f"attention on CUDA takes head sizes up to {MOST_HEAD_SIZE}, got {sizes}")
 
     def forward(
         self,

@@ -84,7 +84,7 @@ def collate(
     """
     documents = micro_batch.documents
     padding = plan.lengths[len(documents) :][:1]
-    require_plan_of(plan, (*micro_batch.lengths, *padding), cp_size=plan.cp_size, rank=rank)
+    require_plan_of(plan, (*micro_batch.lengths, *padding), rank=rank)
     tokens = np.full(plan.rank_tokens, padding_token, dtype=np.int64)
     labels = np.full(plan.rank_tokens, padding_token, dtype=np.int64)
     loss_mask = np.zeros(plan.rank_tokens, dtype=np.float32)

@@ -6,7 +6,8 @@ arrivals; here released documents displace arrivals, no more is released than fi
 a bound. Window 8, 4 micro-batches (budget 32), threshold 6, documents by length::
 
     step 0   arrive 7 2 6 3 1 ..     7 and 6 wait; documents are drawn until 32 tokens of shorter ones are there
-    step 1   arrive 6 7 ..           the queue holds four: 7 6 6 7 are trained, and of new documents only 6 tokens
+    step 1   arrive 6 5 7 ..         6 and 7 wait as well
+    step 2   arrive 4 2              the queue holds four: 7 6 6 7 are trained, and of new documents only 6 tokens
 
 What is drawn, released and carried over is decided document by document in arrival order, so a decision never depends
 on how many documents were drawn at once.
@@ -62,8 +63,8 @@ class Delay:
     3. Queues that hold N documents (N: micro-batches of a plain step), that with the oldest first: the N oldest, if
        all fit, or as many as a whole step holds. Their release costs a step its pace, so the queues of shorter
        documents release too, as far as the budget goes, and let arrivals pass.
-    4. Arrivals, in order: an outlier waits, and makes its queue release once that holds N and they fit; others are
-       trained, or carried over where they exceed the budget by more than the tolerance.
+    4. Arrivals, in order: an outlier waits, unless its queue has released and is empty; others are trained, or carried
+       over where they exceed the budget by more than the tolerance.
     5. Where no more is drawn (what waits could miss the bound, a queue could be released twice, or what comes is too
        long for the rest), waiting documents fill the step, oldest first, and a document cut to measure its rest.
 
@@ -223,9 +224,6 @@ class _Filling:
             return
         else:
             self._queues[band].append(document)
-            if len(self._queues[band]) >= self._together and self._release_full():
-                self._backlog = self._drained()
-                return
         self._backlog = _next_fit(self._backlog, document.length, self._budget)
         self._close_if_due()
 
@@ -234,7 +232,7 @@ class _Filling:
             trained=tuple(self._trained),
             queues=tuple(tuple(q) for q in self._queues),
             carried=tuple(self._carried),
-            wanted_tokens=0 if self._closed or self._is_full else min(self._target - self._tokens, self._drawable()),
+            wanted_tokens=0 if self._closed or self._is_full else min(self._near - self._tokens, self._drawable()),
             cut_tokens=self._target - self._tokens if self._closed and self._tokens < self._least else 0,
         )
 
@@ -292,20 +290,24 @@ class _Filling:
     def _drawable(self) -> int:
         """Most tokens of which a draw may ask, if all it gives could wait; it gives up to a window more.
 
-        In a step of waiting documents less than a window stays free.
+        In a step of waiting documents less than a window stays free. A queue must not become overfull before the last
+        document of a draw, which would make decisions depend on how documents are drawn.
         """
         steps, tokens = self._backlog
         spare_steps = self._deadline(self._step) - (self._step + 1) - steps
         if spare_steps < 0:
             return 0
         spare = self._budget - self._window
-        return max(int(spare_steps >= 1 or tokens <= spare), spare - tokens, (spare_steps - 2) * spare)
+        drawable = max(int(spare_steps >= 1 or tokens <= spare), spare - tokens, (spare_steps - 2) * spare)
+        if self._queues:
+            room = _MOST_FILLS * self._together - max(map(len, self._queues))
+            drawable = min(drawable, max(int(room > 0), (room - 1) * self._thresholds[0]))
+        return drawable
 
     def _close_if_due(self) -> None:
         if self._closed or self._is_full:
             return
-        overfull = any(len(q) >= _MOST_FILLS * self._together for q in self._queues)
-        if not overfull and self._num_unfit < _MOST_UNFIT and self._drawable() > 0:
+        if self._num_unfit < _MOST_UNFIT and self._drawable() > 0:
             return
         self._closed = True
         while not self._is_full:
@@ -323,17 +325,13 @@ class _Filling:
             elif d in self._carried and self._take(d):
                 self._carried.remove(d)
 
-    def _release_full(self) -> bool:
-        """Release every queue that holds N documents, as long as they fit; whether one did."""
-        released = False
+    def _release_full(self) -> None:
+        """Release every queue that holds N documents, as long as they fit."""
         while True:
             full = [b for b, q in enumerate(self._queues) if len(q) >= self._together]
-            for band in sorted(full, key=lambda b: _age(self._queues[b][0])):
-                if self._release(band, self._releasable(band), opens=0):
-                    released = True
-                    break
-            else:
-                return released
+            full.sort(key=lambda b: _age(self._queues[b][0]))
+            if not any(self._release(b, self._releasable(b), opens=0) for b in full):
+                return
 
     def _releasable(self, band: int) -> int:
         """N if the N oldest fit. If they exceed a whole step, as many as fit in one that has not begun, else 0."""

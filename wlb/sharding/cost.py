@@ -18,8 +18,8 @@ DEFAULT_OPERATIONS_PER_BYTE = 2000.0
 
 # Attention's backward pass has five products where the forward pass has two.
 _PASSES_OPERATIONS = 3.5
-# Keys and values come in the forward pass, their gradients go back in the backward pass.
-_PASSES_BYTES = 2
+# In which gradients of keys and values go back, at least: they are added up in float32.
+_GRADIENT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,23 +51,26 @@ class ShardCosts:
         num_heads: int,
         num_kv_heads: int,
         bytes_per_number: int = 2,
+        keep_gathered: bool = False,
         operations_per_byte: float = DEFAULT_OPERATIONS_PER_BYTE,
         tile_tokens: int = 128,
     ) -> ShardCosts:
         """Of a model on a device: what a rank could compute while it receives.
 
-        Received for a token, forward and backward: 2 x K x (H_key + H_value) numbers. Computed for a pair:
-        3.5 x 2 x N x (H_key + H_value) operations. So head sizes cancel out, equal or not, and tensor parallelism too.
+        A token's K x (H_key + H_value) numbers travel in the forward pass, again in the backward pass unless they were
+        kept, and back as float32 gradients. Computed for a pair: 3.5 x 2 x N x (H_key + H_value) operations. So head
+        sizes cancel out, equal or not, and tensor parallelism too.
 
         num_heads, num_kv_heads: N, K, of one layer. K is N for multi-head attention.
-        bytes_per_number: of one number of a key, a value or their gradients on the way.
+        bytes_per_number: of one number of a key or a value.
+        keep_gathered: whether what was received is kept for the backward pass.
         operations_per_byte: operations of attention that the device does while one byte arrives.
 
         Raises:
             ConfigError: a count is below 1, or operations_per_byte below 0.
 
         >>> ShardCosts.for_model(num_heads=32, num_kv_heads=8).received_token_pairs
-        286
+        571
         """
         counts = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "bytes_per_number": bytes_per_number}
         for name, count in counts.items():
@@ -75,7 +78,8 @@ class ShardCosts:
                 raise ConfigError(f"{name} must be >= 1, got {count}")
         if not 0 <= operations_per_byte < math.inf:
             raise ConfigError(f"operations_per_byte must be >= 0 and finite, got {operations_per_byte}")
-        bytes_per_operation = _PASSES_BYTES * num_kv_heads * bytes_per_number / (_PASSES_OPERATIONS * 2 * num_heads)
+        number_bytes = (1 if keep_gathered else 2) * bytes_per_number + max(_GRADIENT_BYTES, bytes_per_number)
+        bytes_per_operation = num_kv_heads * number_bytes / (_PASSES_OPERATIONS * 2 * num_heads)
         return cls(tile_tokens=tile_tokens, received_token_pairs=round(operations_per_byte * bytes_per_operation))
 
     def tile_pairs(self, start: int, stop: int) -> int:

@@ -17,6 +17,8 @@ from wlb.cost.model import CostModel, causal_pairs
 from wlb.schedule.model import PipelineModel
 from wlb.sharding.division import Division
 
+# Micro-batches of a step that are planned exactly only to be reported; every rank does it.
+_MOST_EXACT = 64
 # Two documents of half of it are what tells attention from the rest in the backward pass.
 _REFERENCE_TOKENS = 8192
 
@@ -118,16 +120,15 @@ class EvenCost(_DividedCost):
         return attention_s + token_s * sum(lengths) / self.division.cp_size + fixed_s
 
 
-def statistics_cost(whole: CostModel, division: Division | None) -> CostModel:
-    """What the micro-batches of all replicas are compared with once a step: exact where plans are quick to make.
+def statistics_cost(whole: CostModel, division: Division | None, *, num_micro_batches: int) -> CostModel:
+    """What the micro-batches of all replicas are compared with once a step: exact where plans are quick and few.
 
-    Other sharders balance so well that the estimate is within a few percent of the exact time.
+    Sharders that search balance so well that the estimate is within a few percent of the exact time.
     """
     if division is None:
         return whole
-    return (
-        ShardedCost(whole=whole, division=division) if division.is_quick else EvenCost(whole=whole, division=division)
-    )
+    is_exact = division.is_quick and num_micro_batches <= _MOST_EXACT
+    return (ShardedCost if is_exact else EvenCost)(whole=whole, division=division)
 
 
 def sharded(model: PipelineModel, division: Division | None) -> PipelineModel:

@@ -48,7 +48,7 @@ def _spec(rows, packer, sharder):
         ),
         num_steps=NUM_STEPS,
         replica=1,
-        cost=statistics_cost(COST, division),
+        cost=statistics_cost(COST, division, num_micro_batches=4),
         pad_to_multiple=8,
         sharding=sharding,
     )

@@ -63,10 +63,11 @@ def test_nothing_received_costs_no_exchange():
 @pytest.mark.parametrize(
     ("model", "pairs"),
     [
-        ({"num_heads": 32, "num_kv_heads": 8}, 286),  # 2000 * 2 * 8 * 2 / (7 * 32) = 285.7
-        ({"num_heads": 32, "num_kv_heads": 32}, 1143),
-        ({"num_heads": 32, "num_kv_heads": 32, "bytes_per_number": 4}, 2286),
-        ({"num_heads": 7, "num_kv_heads": 7, "operations_per_byte": 70.0}, 40),
+        ({"num_heads": 32, "num_kv_heads": 8}, 571),  # 2000 * 8 * (2 * 2 + 4) / (7 * 32) = 571.4
+        ({"num_heads": 32, "num_kv_heads": 8, "keep_gathered": True}, 429),  # once in bf16 and once in float32
+        ({"num_heads": 32, "num_kv_heads": 32}, 2286),
+        ({"num_heads": 32, "num_kv_heads": 32, "bytes_per_number": 4}, 3429),
+        ({"num_heads": 7, "num_kv_heads": 7, "operations_per_byte": 70.0}, 80),
         ({"num_heads": 8, "num_kv_heads": 1, "operations_per_byte": 0.0}, 0),
     ],
 )

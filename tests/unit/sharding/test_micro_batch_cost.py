@@ -136,7 +136,7 @@ def test_pipelines_of_one_rank_stay_what_they_are():
     model = PipelineModel.equal_stages(CROSSOVER, 4)
     assert sharded(model, None) is model
     assert evenly_shared(model, None) is model
-    assert statistics_cost(CROSSOVER, None) is CROSSOVER
+    assert statistics_cost(CROSSOVER, None, num_micro_batches=4) is CROSSOVER
 
 
 def test_ranks_send_their_shares_at_the_same_time():
@@ -146,8 +146,12 @@ def test_ranks_send_their_shares_at_the_same_time():
 
 
 def test_statistics_are_exact_where_plans_are_quick():
-    assert isinstance(statistics_cost(CROSSOVER, _division("per_sequence")), ShardedCost)
-    assert isinstance(statistics_cost(CROSSOVER, _division("hybrid")), EvenCost)
+    for name, count, kind in (
+        ("per_sequence", 64, ShardedCost),
+        ("per_sequence", 65, EvenCost),
+        ("hybrid", 4, EvenCost),
+    ):
+        assert isinstance(statistics_cost(CROSSOVER, _division(name), num_micro_batches=count), kind)
 
 
 @pytest.mark.parametrize("kind", [ShardedCost, EvenCost])

@@ -128,6 +128,7 @@ def test_context_parallel_ranks_known_and_unknown(lengths_file, tmp_path):
         ),
         (["--packers", "makespan", "--in-flight-windows", "0.5"], "in_flight_tokens must be >= cap_tokens = 4096"),
         (["--in-flight-windows", "many"], "--in-flight-windows must be a number or PP, got 'many'"),
+        (["--in-flight-windows", "inf"], "--in-flight-windows must be a number or PP, got 'inf'"),
         (["--search-evaluations", "-1"], "search_evaluations must be >= 0, got -1"),
         (["--thresholds", "9,5"], "thresholds_tokens must increase strictly"),
         (["--thresholds", "9,x"], "--thresholds must be whole tokens or 'none', got '9,x'"),

@@ -54,8 +54,8 @@ def test_plain_by_hand():
 
 
 def test_divided_micro_batches_by_hand():
-    # two ranks; 8 tokens are 36 pairs, 18 a rank; of 4 and 4 tokens each rank has the first 2 rows of one and the last 2
-    # of the other, 1 + 2 + 3 + 4 pairs
+    # Two ranks. 8 tokens are 36 pairs, 18 a rank. Of 4 and 4 tokens each rank has the first 2 rows of one and the last
+    # 2 of the other: 1 + 2 + 3 + 4 pairs.
     sharding = Sharding(name="per_sequence", cp_size=2, costs=ShardCosts(tile_tokens=1))
     division = Division(sharding=sharding, pad_to_multiple=2, typical_tokens=8)
     one, two = (_replay("plain", [8, 4, 4], division=d) for d in (None, division))
