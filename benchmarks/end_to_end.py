@@ -63,31 +63,50 @@ _COLUMNS = (
 )
 
 
+_DELAYING = ("makespan", "two_stage")
+
+
 class TrainingFailed(WlbError):
     """A training run ended with an error; its sentence has been printed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A run by its algorithms. sharder: None leaves the default, per sequence."""
+    """A run by its algorithms.
+
+    sharder: None leaves the default, per sequence. max_delay_steps: None leaves the packer's own.
+    """
 
     packer: str
     sharder: str | None = None
+    max_delay_steps: int | None = None
 
     @classmethod
     def named(cls, name: str) -> Variant:
-        """Of `PACKER` or `PACKER+SHARDER`."""
-        packer, plus, sharder = name.partition("+")
-        return cls(packer=packer, sharder=sharder if plus else None)
+        """Of `PACKER`, `PACKER+SHARDER`, `PACKER+delayK` or `PACKER+delayK+SHARDER`."""
+        packer, *parts = name.split("+")
+        delays = [int(part.removeprefix("delay")) for part in parts if _is_delay(part)]
+        sharders = [part for part in parts if not _is_delay(part)]
+        return cls(
+            packer=packer,
+            sharder=sharders[0] if sharders else None,
+            max_delay_steps=delays[0] if delays else None,
+        )
 
     @property
     def name(self) -> str:
-        return self.packer if self.sharder is None else f"{self.packer}+{self.sharder}"
+        delay = [] if self.max_delay_steps is None else [f"delay{self.max_delay_steps}"]
+        return "+".join([self.packer, *delay, *([] if self.sharder is None else [self.sharder])])
 
     @property
     def flags(self) -> list[str]:
+        delay = [] if self.max_delay_steps is None else ["--wlb-max-delay-steps", str(self.max_delay_steps)]
         sharding = [] if self.sharder is None else ["--wlb-cp-sharding", self.sharder]
-        return ["--wlb-packing", self.packer, *sharding]
+        return ["--wlb-packing", self.packer, *delay, *sharding]
+
+
+def _is_delay(part: str) -> bool:
+    return part.startswith("delay") and part.removeprefix("delay").isdigit()
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -126,11 +145,17 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 def _check_packers(names: list[str], *, has_cp: bool) -> None:
     known = sorted(set(PACKERS) - {BASE})
-    rule = ", ".join(known)
+    rule = f"{', '.join(known)}, {' or '.join(_DELAYING)} with +delayK"
     if has_cp:
         known += [f"{packer}+{sharder}" for packer in PACKERS for sharder in SHARDERS]
         rule += f", or with + one of {', '.join(SHARDERS)} behind one of these or behind {BASE}"
-    if len(set(names)) < len(names) or not set(names) <= set(known):
+    plain_names = ["+".join(part for part in name.split("+") if not _is_delay(part)) for name in names]
+    delayed = [Variant.named(name) for name in names if any(map(_is_delay, name.split("+")))]
+    if (
+        len(set(names)) < len(names)
+        or not set(plain_names) <= set(known)
+        or not {variant.packer for variant in delayed} <= set(_DELAYING)
+    ):
         raise ConfigError(f"--packers must be different ones of {rule}, got {','.join(names)}")
 
 

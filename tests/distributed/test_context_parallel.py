@@ -34,6 +34,8 @@ LAYOUTS = [
     (Layout(cp=2, dp=2), []),
     (Layout(cp=2, dp=2), ["--use-distributed-optimizer"]),
 ]
+# Each is a part of another one, or close to it.
+SLOW_LAYOUTS = [str(Layout(cp=2, pp=2)), str(Layout(cp=2, dp=2))]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,13 @@ def test_two_ranks_equal_one_process(sharder: str, comm_type: str, packed: list[
 @pytest.mark.parametrize(
     ("layout", "options", "way"),
     [
-        pytest.param(layout, options, way, id="-".join((str(layout), *options, *way)))
+        pytest.param(
+            layout,
+            options,
+            way,
+            id="-".join((str(layout), *options, *way)),
+            marks=pytest.mark.slow if str(layout) in SLOW_LAYOUTS and not options else [],
+        )
         for (layout, options), way in zip(LAYOUTS, cycle(reversed(WAYS)), strict=False)
     ],
 )
@@ -77,7 +85,7 @@ def test_every_layout_equals_one_process(
     _assert_equal(train([*packed, *options, *_way(*way)], layout=layout, iterations=ITERATIONS), one_process)
 
 
-@pytest.mark.parametrize("packer", ["wlb", "makespan"])
+@pytest.mark.parametrize("packer", [pytest.param("wlb", marks=pytest.mark.slow), "makespan"])
 def test_balanced_packs_too(packer: str, toy_data: Path, start_checkpoint: Path, packed: list[Any]) -> None:
     """Packing that knows the sharding trains the same documents in the step; other micro-batches, equal sums."""
     more = ["--wlb-packing", packer]
@@ -100,7 +108,13 @@ def test_expert_parallelism_over_context_parallel_ranks(toy_data: Path, tmp_path
         _assert_equal(train([*args, *_way(sharder, comm_type)], layout=Layout(cp=2, ep=2), iterations=ITERATIONS), one)
 
 
-@pytest.mark.parametrize("way", [("hybrid", "all_gather"), ("per_document", "p2p")], ids="-".join)
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(("hybrid", "all_gather"), id="hybrid-all_gather"),
+        pytest.param(("per_document", "p2p"), id="per_document-p2p", marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_in_float64_equal_one_process(way: tuple[str, str], packed: list[Any], tmp_path: Path) -> None:
     one = summed_gradients(tmp_path / "one", packed, layout=Layout(), iterations=2)
     two = summed_gradients(tmp_path / "two", [*packed, *_way(*way)], layout=Layout(cp=2), iterations=2)
@@ -134,7 +148,12 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+USUAL = ("grouped-query", "sliding-window", "multi-latent-yarn", "recompute-layers", "types-by-layer")
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=[] if name in USUAL else pytest.mark.slow) for name in VARIANTS]
+)
 def test_models_of_every_kind_equal_one_process(variant: str, toy_data: Path) -> None:
     """Kinds of attention and of positions, and activations that are computed again: two ranks against one."""
     args = ["--data-path", toy_data, "--split", "100,0,0", "--wlb-packing", "plain"]

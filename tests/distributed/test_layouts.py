@@ -37,8 +37,19 @@ def one_process(toy_data: Path, start_checkpoint: Path) -> dict[str, Run]:
     return {packer: train(_packed(packer, toy_data, start_checkpoint), iterations=ITERATIONS) for packer in PACKERS}
 
 
-@pytest.mark.parametrize("packer", sorted(PACKERS))
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+CASES = [
+    pytest.param(
+        layout,
+        packer,
+        id=f"{layout}-{packer}",
+        marks=[] if packer in ("plain", "makespan") or layout.pp * layout.dp == 2 else pytest.mark.slow,
+    )
+    for layout in LAYOUTS
+    for packer in sorted(PACKERS)
+]
+
+
+@pytest.mark.parametrize(("layout", "packer"), CASES)
 def test_losses_and_gradient_norms_equal_one_process(
     layout: Layout, packer: str, toy_data: Path, start_checkpoint: Path, one_process: dict[str, Run]
 ) -> None:

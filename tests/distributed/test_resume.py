@@ -48,8 +48,20 @@ def _run(packer: str, data: Path, folder: Path, layout: Layout, *more: Any) -> t
     return run, _ledger(ledger)
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(dp=2), Layout(cp=2)], ids=str)
-@pytest.mark.parametrize("packer", sorted(PACKERS))
+# A packer's state is what resume is about: layouts add little to it, so most of them run with the slow tests.
+CASES = [
+    pytest.param(
+        packer,
+        layout,
+        id=f"{packer}-{layout}",
+        marks=[] if layout.pp == 2 and packer in ("plain", "wlb", "makespan+delay") else pytest.mark.slow,
+    )
+    for packer in sorted(PACKERS)
+    for layout in (Layout(pp=2), Layout(dp=2), Layout(cp=2))
+]
+
+
+@pytest.mark.parametrize(("packer", "layout"), CASES)
 def test_losses_and_documents_equal_an_unbroken_run(
     packer: str, layout: Layout, toy_data: Path, tmp_path: Path
 ) -> None:

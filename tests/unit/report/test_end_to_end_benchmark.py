@@ -13,6 +13,7 @@ from tests.unit.report.synthetic_run import (
     CP_PRICES,
     MAKESPAN,
     PLAIN,
+    cp_division,
     forward_s,
     write_cp_run,
     write_run,
@@ -22,7 +23,7 @@ from wlb.cost import load_pipeline_costs
 from wlb.packing import PACKERS
 from wlb.report import load_run
 
-BALANCERS = ", ".join(sorted(set(PACKERS) - {"plain"}))
+BALANCERS = ", ".join(sorted(set(PACKERS) - {"plain"})) + ", makespan or two_stage with +delayK"
 BENCHMARK = Path(__file__).resolve().parents[3] / "benchmarks" / "end_to_end.py"
 
 
@@ -152,8 +153,8 @@ def test_context_parallel_runs_differ_in_packing_in_sharding_and_in_both(benchma
     both = dict(zip(flags[::2], flags[1::2], strict=True))
     assert (both["--wlb-packing"], both["--wlb-cp-sharding"]) == ("makespan", "hybrid")
     assert "--wlb-cp-sharding" not in cp_trained[3]
-    # Heads of 4-byte numbers: a received token is worth 4 / 3.5 pairs for an operation a byte.
-    weight = float(both["--wlb-operations-per-byte"]) * 4 / 3.5
+    given = float(both["--wlb-operations-per-byte"])
+    weight = cp_division("hybrid", operations_per_byte=given).sharding.costs.received_token_pairs
     assert weight == pytest.approx(CP_PRICES.received_token_pairs, rel=0.05)
 
     assert report["headline"] == "makespan+hybrid"
@@ -172,21 +173,28 @@ def test_context_parallel_runs_differ_in_packing_in_sharding_and_in_both(benchma
         (["--calibration-steps", "2"], "--calibration-steps must be > 2, the warm-up, got 2"),
         (
             ["--packers", "wlb,wlb"],
-            "--packers must be different ones of greedy, makespan, solver, two_stage, wlb, got wlb,wlb",
+            f"--packers must be different ones of {BALANCERS}, got wlb,wlb",
         ),
         (
             ["--packers", "plain"],
-            "--packers must be different ones of greedy, makespan, solver, two_stage, wlb, got plain",
+            f"--packers must be different ones of {BALANCERS}, got plain",
         ),
         (
             ["--packers", "best"],
-            "--packers must be different ones of greedy, makespan, solver, two_stage, wlb, got best",
+            f"--packers must be different ones of {BALANCERS}, got best",
         ),
-        (["--packers", "plain+hybrid"], f"--packers must be different ones of {BALANCERS}, got plain+hybrid"),
+        (
+            ["--packers", "plain+hybrid"],
+            f"--packers must be different ones of {BALANCERS}, got plain+hybrid",
+        ),
         (
             ["--layout", "cp2", "--packers", "plain"],
             f"--packers must be different ones of {BALANCERS}, or with + one of per_sequence, per_document, "
             "adaptive, hybrid behind one of these or behind plain, got plain",
+        ),
+        (
+            ["--packers", "wlb+delay4"],
+            f"--packers must be different ones of {BALANCERS}, got wlb+delay4",
         ),
         (["--seed", "2"], "--calibration-seed must differ from --seed, or nothing is predicted; got 2"),
     ],
