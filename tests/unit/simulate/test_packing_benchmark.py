@@ -109,7 +109,9 @@ def test_context_parallel_ranks_known_and_unknown(lengths_file, tmp_path):
     done = _run(lengths_file, *packers, *divided, *exact, "--json", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stderr
     plain, blind, knowing = json.loads((tmp_path / "out.json").read_text())["packers"].values()
-    assert knowing["step_time_over_ideal"] < blind["step_time_over_ideal"] < plain["step_time_over_ideal"]
+    times = [r["step_time_over_ideal"] for r in (knowing, blind, plain)]
+    assert times[0] < min(times[1:])
+    assert len(set(times)) == 3
     assert len({r["documents_in"] for r in (plain, blind, knowing)}) == 1
     assert knowing["lower_bound_over_ideal"] == pytest.approx(plain["lower_bound_over_ideal"])
 
