@@ -105,7 +105,11 @@ def _rolled_labels(undo: ExitStack) -> None:
 
 
 @pytest.mark.parametrize("sabotage", [_wrong_positions, _leak_between_documents, _rolled_labels])
-@pytest.mark.parametrize("layout", [Layout(), *LAYOUTS], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), *(pytest.param(wide, marks=pytest.mark.slow if wide.world_size > 2 else []) for wide in LAYOUTS)],
+    ids=str,
+)
 def test_the_comparison_sees_what_it_must(
     layout: Layout, sabotage: Any, toy_data: Path, start_checkpoint: Path, one_process: dict[str, Run]
 ) -> None:

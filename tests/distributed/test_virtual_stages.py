@@ -105,6 +105,7 @@ def eight_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_five_micro_batches_on_four_stages_of_two_chunks(toy_data: Path, eight_layers: Path) -> None:
     """Refused in groups of four, the default; right in a group of five."""
     args = [*_packed("plain", toy_data, eight_layers), "--num-layers", "8", "--global-batch-size", "5"]
@@ -212,7 +213,14 @@ def test_resumed_a_run_trains_the_documents_of_an_unbroken_one(packer: str, toy_
     assert _ledger(replanned) == _ledger(planned)
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2, dp=2), Layout(pp=2, vpp=2, dp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=2),
+        *(pytest.param(wide, marks=pytest.mark.slow) for wide in (Layout(pp=2, dp=2), Layout(pp=2, vpp=2, dp=2))),
+    ],
+    ids=str,
+)
 def test_the_distributed_optimizer_trains_alike(
     layout: Layout, toy_data: Path, start_checkpoint: Path, one_process: dict[str, Run]
 ) -> None:
@@ -226,7 +234,12 @@ def test_the_distributed_optimizer_trains_alike(
     ("layout", "later", "options"),
     [
         (Layout(dp=2), Layout(dp=2), []),
-        (VIRTUAL, Layout(pp=2, dp=2), ["--dist-ckpt-optim-fully-reshardable", "--no-load-rng"]),
+        pytest.param(
+            VIRTUAL,
+            Layout(pp=2, dp=2),
+            ["--dist-ckpt-optim-fully-reshardable", "--no-load-rng"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
