@@ -73,7 +73,10 @@ def test_validation_loss_is_a_mean_over_tokens(
     assert float(logged) == pytest.approx(over_tokens, rel=2e-6)
 
 
-@pytest.mark.parametrize("packer", sorted(PACKERS))
+@pytest.mark.parametrize(
+    "packer",
+    [pytest.param(p, marks=[] if p in ("plain", "wlb", "makespan") else pytest.mark.slow) for p in sorted(PACKERS)],
+)
 def test_few_documents_on_three_replicas_neither_hang_nor_get_lost(packer: str, tmp_path: Path) -> None:
     """10 documents divide neither by replicas nor by micro-batches: epochs run on, and each document as often.
 
@@ -96,6 +99,7 @@ def test_few_documents_on_three_replicas_neither_hang_nor_get_lost(packer: str, 
     assert max(sequences.values()) - min(sequences.values()) <= 1
 
 
+@pytest.mark.slow
 def test_dropout_goes_on_where_it_was(toy_data: Path, tmp_path: Path) -> None:
     """The generators of random numbers are saved: a resumed run drops what the unbroken one drops."""
     args = ["--data-path", toy_data, "--split", "100,0,0", "--wlb-packing", "plain", "--hidden-dropout", "0.2"]

@@ -42,7 +42,9 @@ CASES = [
         layout,
         packer,
         id=f"{layout}-{packer}",
-        marks=[] if packer in ("plain", "makespan") or layout.pp * layout.dp == 2 else pytest.mark.slow,
+        marks=[]
+        if layout.world_size == 2 and (packer in ("plain", "makespan") or layout.pp == 2)
+        else pytest.mark.slow,
     )
     for layout in LAYOUTS
     for packer in sorted(PACKERS)
