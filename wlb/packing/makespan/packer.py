@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 
 from wlb.documents import Document, MicroBatch, StepPlan
 from wlb.errors import ConfigError
+from wlb.packing.caps import caps_of, require_caps
 from wlb.packing.delay import Delay, HoldsBack
 from wlb.packing.makespan.replica import Replica
 from wlb.packing.makespan.search import BATCH, Search
@@ -73,24 +74,16 @@ class MakespanPacker(HoldsBack):
     free_counts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        window_tokens, per_replica = self.shape.window_tokens, self.shape.micro_batches_per_replica
-        if self.cap_tokens < window_tokens:
-            raise ConfigError(f"cap_tokens must be >= the window of {window_tokens} tokens, got {self.cap_tokens}")
-        if self.in_flight_tokens < self.cap_tokens:
-            raise ConfigError(
-                f"in_flight_tokens must be >= cap_tokens = {self.cap_tokens}, or a full micro-batch could never run, "
-                f"got {self.in_flight_tokens}"
-            )
+        require_caps(
+            self.shape,
+            self.pipeline,
+            cap_tokens=self.cap_tokens,
+            in_flight_tokens=self.in_flight_tokens,
+            count_multiple=self.count_multiple,
+            takes=self._takes,
+        )
         if self.search_evaluations < 0:
             raise ConfigError(f"search_evaluations must be >= 0, got {self.search_evaluations}")
-        if self.count_multiple < 1:
-            raise ConfigError(f"count_multiple must be >= 1, got {self.count_multiple}")
-        if not self._takes(per_replica):
-            raise ConfigError(
-                f"micro_batches_per_replica must be a multiple of count_multiple = {self.count_multiple} that the "
-                f"schedule of {self.pipeline.shape.num_stages} stages with {self.pipeline.shape.num_chunks} chunks "
-                f"takes, got {per_replica}"
-            )
         if self.shard_plans < 0:
             raise ConfigError(f"shard_plans must be >= 0, got {self.shard_plans}")
         # With a division the search is made twice, with the estimate of divided work and with undivided work.
@@ -103,12 +96,7 @@ class MakespanPacker(HoldsBack):
     def build(cls, options: PackerOptions) -> MakespanPacker:
         shape = options.shape
         pipeline = options.pipeline or PipelineModel(stretch_costs=(options.cost,))
-        cap_windows = 1.0 if options.cap_windows is None else options.cap_windows
-        cap_tokens = int(cap_windows * shape.window_tokens)
-        if options.in_flight_windows is None:
-            in_flight_tokens = max(cap_tokens, plain_in_flight_tokens(shape, pipeline))
-        else:
-            in_flight_tokens = int(options.in_flight_windows * shape.window_tokens)
+        cap_tokens, in_flight_tokens = caps_of(options, pipeline)
         return cls(
             shape=shape,
             pipeline=pipeline,
@@ -225,11 +213,6 @@ class MakespanPacker(HoldsBack):
 
     def _takes(self, count: int) -> bool:
         return count % self.count_multiple == 0 and self.pipeline.shape.takes(count)
-
-
-def plain_in_flight_tokens(shape: StepShape, pipeline: PipelineModel) -> int:
-    """Tokens that the first stage holds when every micro-batch is a full window."""
-    return pipeline.shape.first_stage_peak_tokens([shape.window_tokens] * shape.micro_batches_per_replica)
 
 
 def default_evaluations(shape: StepShape, pipeline: PipelineModel) -> int:

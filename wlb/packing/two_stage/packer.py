@@ -13,8 +13,8 @@ from typing import ClassVar, Literal
 
 from wlb.documents import Document, MicroBatch, StepPlan
 from wlb.errors import ConfigError
+from wlb.packing.caps import caps_of, require_caps
 from wlb.packing.delay import Delay, HoldsBack
-from wlb.packing.makespan.packer import plain_in_flight_tokens
 from wlb.packing.makespan.timer import ReplicaTimer
 from wlb.packing.makespan.work import WorkTable
 from wlb.packing.options import PackerOptions
@@ -69,26 +69,18 @@ class TwoStagePacker(HoldsBack):
     free_counts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        window_tokens, per_replica = self.shape.window_tokens, self.shape.micro_batches_per_replica
-        if self.cap_tokens < window_tokens:
-            raise ConfigError(f"cap_tokens must be >= the window of {window_tokens} tokens, got {self.cap_tokens}")
-        if self.in_flight_tokens < self.cap_tokens:
-            raise ConfigError(
-                f"in_flight_tokens must be >= cap_tokens = {self.cap_tokens}, or a full micro-batch could never run, "
-                f"got {self.in_flight_tokens}"
-            )
+        require_caps(
+            self.shape,
+            self.pipeline,
+            cap_tokens=self.cap_tokens,
+            in_flight_tokens=self.in_flight_tokens,
+            count_multiple=self.count_multiple,
+            takes=self._takes,
+        )
         if self.restarts < 0:
             raise ConfigError(f"restarts must be >= 0, got {self.restarts}")
         if self.seed < 0:
             raise ConfigError(f"seed must be >= 0, got {self.seed}")
-        if self.count_multiple < 1:
-            raise ConfigError(f"count_multiple must be >= 1, got {self.count_multiple}")
-        if not self._takes(per_replica):
-            raise ConfigError(
-                f"micro_batches_per_replica must be a multiple of count_multiple = {self.count_multiple} that the "
-                f"schedule of {self.pipeline.shape.num_stages} stages with {self.pipeline.shape.num_chunks} chunks "
-                f"takes, got {per_replica}"
-            )
         # Additive: what a divided micro-batch takes exactly is no sum over its documents (see docs/packing.md).
         rank = self.pipeline if self.division is None else evenly_shared(self.pipeline, self.division)
         timer = ReplicaTimer(rank, cap_tokens=self.cap_tokens, in_flight_tokens=self.in_flight_tokens)
@@ -102,12 +94,7 @@ class TwoStagePacker(HoldsBack):
     def build(cls, options: PackerOptions) -> TwoStagePacker:
         shape = options.shape
         pipeline = options.pipeline or PipelineModel(stretch_costs=(options.cost,))
-        cap_windows = 1.0 if options.cap_windows is None else options.cap_windows
-        cap_tokens = int(cap_windows * shape.window_tokens)
-        if options.in_flight_windows is None:
-            in_flight_tokens = max(cap_tokens, plain_in_flight_tokens(shape, pipeline))
-        else:
-            in_flight_tokens = int(options.in_flight_windows * shape.window_tokens)
+        cap_tokens, in_flight_tokens = caps_of(options, pipeline)
         return cls(
             shape=shape,
             pipeline=pipeline,
