@@ -19,10 +19,10 @@ import torch
 
 from megatron.wlb.gpu_check_sharding import Heads
 from megatron.wlb.gpu_check_stopwatch import Stopwatch, let_launches_queue_up
-from wlb.attention.blocks import Keys, PhaseBuilder, Task
 from wlb.attention.kernels import Kernel, kernel_for
 from wlb.attention.partial import Partial, accumulation_dtype
 from wlb.sharding import ShardCosts
+from wlb.sharding.phases import Keys, PhaseBuilder, Task
 from wlb.sharding.plan import span_pairs
 
 TILES_RULE = "times finite and above 0; no time decides anything"

@@ -88,7 +88,7 @@ def _lose_returned_gradients(undo: ExitStack) -> None:
 def _gather_one_row_too_many(undo: ExitStack) -> None:
     """The gathered buffer also holds the first key of each span's own."""
     from megatron.wlb.patches.registry import replace
-    from wlb.attention import index
+    from wlb.sharding import index
 
     original = index._wanted
 

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.parity.sharded_cases import HEADS, errors, inputs, padded, plan_named, random_plan, run_dense, run_sharded
 from wlb.attention import Mailbox, all_gather, all_ranks_attention, packed_attention, sharded_attention
-from wlb.attention.index import gather_index, ring_index
 from wlb.sharding import SHARDERS, ShardPlan, Span
+from wlb.sharding.index import gather_index, ring_index
 
 COMM_TYPES = ("all_gather", "p2p")
 CP_SIZE = 4

@@ -13,11 +13,12 @@ from collections.abc import Generator
 
 import torch
 
-from wlb.attention.blocks import Rows
 from wlb.attention.call import Call, Gradients, Saved, add_rows, key_and_value, kv_rows
+from wlb.attention.device_rows import on_device
 from wlb.attention.exchange import Transfer
-from wlb.attention.index import GatherIndex, gather_index
 from wlb.attention.partial import Partial
+from wlb.sharding.index import GatherIndex, gather_index
+from wlb.sharding.rows import Rows
 
 
 def forward(call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Generator[None, None, Saved]:
@@ -99,9 +100,9 @@ def _gathered(index: GatherIndex, arriving: _Arriving, key: torch.Tensor, value:
     if len(index.places) == index.gathered_rows and index.places.are_all_in_order:
         return received
     gathered = received.new_empty(index.gathered_rows, received.shape[1])
-    gathered[index.places.on(gathered.device)] = received
+    gathered[on_device(index.places, gathered.device)] = received
     del received  # before the rank's own rows are copied
-    gathered[index.own_places.on(gathered.device)] = kv_rows(key, value, index.own_rows)
+    gathered[on_device(index.own_places, gathered.device)] = kv_rows(key, value, index.own_rows)
     return gathered
 
 
@@ -115,4 +116,4 @@ def _start_return(call: Call, index: GatherIndex, grad_gathered: torch.Tensor) -
 
 
 def _take(buffer: torch.Tensor, rows: Rows) -> torch.Tensor:
-    return buffer.index_select(0, rows.on(buffer.device))
+    return buffer.index_select(0, on_device(rows, buffer.device))

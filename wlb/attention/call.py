@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from wlb.attention.blocks import Rows
+from wlb.attention.device_rows import on_device
 from wlb.attention.exchange import KvExchange
 from wlb.attention.kernels import Kernel
 from wlb.attention.partial import accumulation_dtype
 from wlb.sharding.plan import ShardPlan
+from wlb.sharding.rows import Rows
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -54,7 +55,7 @@ class Saved:
 
 def kv_rows(key: torch.Tensor, value: torch.Tensor, rows: Rows) -> torch.Tensor:
     """(T, K, H), (T, K, V) -> (rows, W): a row's key heads, then its value heads."""
-    index = rows.on(key.device)
+    index = on_device(rows, key.device)
     return torch.cat([t.index_select(0, index).flatten(1) for t in (key, value)], dim=1)
 
 
@@ -67,6 +68,6 @@ def key_and_value(rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
 def add_rows(grads: tuple[torch.Tensor, ...], rows: Rows, added: torch.Tensor) -> None:
     """Add (rows, W) to `rows`, none of them there twice, of dk (T, K, H) and dv (T, K, V)."""
     if len(rows):
-        index = rows.on(added.device)
+        index = on_device(rows, added.device)
         for grad, part in zip(grads, key_and_value(added, *grads), strict=True):
             grad.index_add_(0, index, part)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from wlb.attention.blocks import Block, Phase
 from wlb.attention.partial import Partial
+from wlb.sharding.phases import Block, Phase
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

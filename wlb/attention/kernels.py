@@ -10,10 +10,10 @@ from typing import Protocol
 
 import torch
 
-from wlb.attention.blocks import Phase
 from wlb.attention.cpu_kernel import CpuKernel
 from wlb.attention.partial import Partial
 from wlb.attention.varlen_kernel import VarlenKernel
+from wlb.sharding.phases import Phase
 
 
 class Kernel(Protocol):

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
-from wlb.attention.blocks import Phase
+from wlb.sharding.phases import Phase
 
 RowsOf = slice | torch.Tensor
 

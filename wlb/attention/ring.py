@@ -18,8 +18,8 @@ import torch
 
 from wlb.attention.call import Call, Gradients, Saved, add_rows, key_and_value, kv_rows
 from wlb.attention.exchange import Transfer
-from wlb.attention.index import RingIndex, RingStep, ring_index
 from wlb.attention.partial import Partial
+from wlb.sharding.index import RingIndex, RingStep, ring_index
 
 
 @dataclass(frozen=True, slots=True)

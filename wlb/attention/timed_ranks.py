@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from wlb.attention.exchange import GroupExchange
 from wlb.attention.gather_memory import GatherMemory
-from wlb.attention.index import gather_index
 from wlb.attention.sharded import CommType, sharded_attention
 from wlb.errors import WlbError
+from wlb.sharding.index import gather_index
 from wlb.sharding.plan import ShardPlan
 
 _START_UP_S = 60.0  # loading libraries and meeting each other

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from wlb.attention.blocks import Phase, Rows
+from wlb.attention.device_rows import on_device
 from wlb.attention.partial import Partial
 from wlb.errors import ConfigError
+from wlb.sharding.phases import Phase
+from wlb.sharding.rows import Rows
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_SIZE_MULTIPLE = 8
@@ -109,11 +111,11 @@ class VarlenKernel:
                 grad += part
             else:
                 # A key that several tasks see is there several times: index_add_ sums it.
-                grad.index_add_(0, rows.on(grad.device), part)
+                grad.index_add_(0, on_device(rows, grad.device), part)
 
 
 def _edges(phase: Phase, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    return phase.query_edges.on(device), phase.key_edges.on(device), phase.most_queries, phase.most_keys
+    return on_device(phase.query_edges, device), on_device(phase.key_edges, device), phase.most_queries, phase.most_keys
 
 
 def _is_causal(phase: Phase) -> bool:
@@ -138,13 +140,13 @@ def _is_whole(rows: Rows, buffer: torch.Tensor) -> bool:
 
 
 def _rows(rows: Rows, buffer: torch.Tensor) -> slice | torch.Tensor:
-    return slice(None) if _is_whole(rows, buffer) else rows.on(buffer.device)
+    return slice(None) if _is_whole(rows, buffer) else on_device(rows, buffer.device)
 
 
 def _packed(buffer: torch.Tensor, rows: Rows, size: int) -> torch.Tensor:
     """(S, K, H) -> (rows, K, size)."""
     if not _is_whole(rows, buffer):
-        buffer = buffer.index_select(0, rows.on(buffer.device))
+        buffer = buffer.index_select(0, on_device(rows, buffer.device))
     if buffer.shape[-1] < size:
         buffer = pad(buffer, (0, size - buffer.shape[-1]))
     return buffer.contiguous()

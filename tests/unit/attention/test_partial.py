@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from wlb.attention.blocks import Keys, PhaseBuilder, Task
 from wlb.attention.partial import Partial
+from wlb.sharding.phases import Keys, PhaseBuilder, Task
 
 INFINITY = float("inf")
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from wlb.attention.index import gather_index
 from wlb.attention.timed_ranks import RankMemory, RankTime
 from wlb.command_line import run_tool
 from wlb.report.fits import ShardTime
 from wlb.sharding import SHARDERS, ShardCosts
+from wlb.sharding.index import gather_index
 
 BENCHMARK = Path(__file__).resolve().parents[3] / "benchmarks" / "cp_attention.py"
 TIMES = {

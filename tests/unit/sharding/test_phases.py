@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb.attention import blocks
-from wlb.attention.blocks import Keys, PhaseBuilder, Rows, Task, visible_blocks
+from wlb.attention.device_rows import on_device
+from wlb.sharding import phases
+from wlb.sharding.phases import Keys, PhaseBuilder, Task, visible_blocks
+from wlb.sharding.rows import Rows
 
 
 def test_a_span_is_a_full_and_a_diagonal_block() -> None:
@@ -27,7 +29,7 @@ def test_queries_that_a_window_takes_past_the_keys_are_left_out() -> None:
 
 def test_a_window_longer_than_a_piece_is_masked_only_at_its_edge(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of 2 queries, a window of 6: query 10 sees keys 5 to 10, query 11 sees 6 to 11."""
-    monkeypatch.setattr(blocks, "MASK_ROWS", 2)
+    monkeypatch.setattr(phases, "MASK_ROWS", 2)
     assert list(visible_blocks((10, 12), (0, 12), 6)) == [
         (10, 12, 5, 7, "masked"),
         (10, 12, 7, 10, "full"),
@@ -51,8 +53,8 @@ def _covered(queries: tuple[int, int], keys: tuple[int, int], window: int | None
             assert (s, e) == (a, b)
             assert (part == np.tri(e - s, dtype=bool)).all()
         else:
-            assert part.shape[0] <= blocks.MASK_ROWS
-            assert part.shape[1] <= 2 * blocks.MASK_ROWS
+            assert part.shape[0] <= phases.MASK_ROWS
+            assert part.shape[1] <= 2 * phases.MASK_ROWS
         counts[s:e, a:b] += part
     return counts
 
@@ -71,7 +73,7 @@ def test_every_visible_score_is_computed_once(data: st.DataObject) -> None:
         keys = (first, data.draw(st.integers(first + 1, start), "key stop"))
     window = data.draw(st.one_of(st.none(), st.integers(1, 70)), "window")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "MASK_ROWS", data.draw(st.integers(1, 12), "rows"))
+        patch.setattr(phases, "MASK_ROWS", data.draw(st.integers(1, 12), "rows"))
         counts = _covered((start, stop), keys, window)
     distance = np.arange(counts.shape[0])[:, None] - np.arange(counts.shape[1])
     wanted = (distance >= 0) & (distance < (window or len(counts) + 1))
@@ -112,7 +114,7 @@ def test_rows_are_copied_to_a_device_once() -> None:
 
     rows = Rows(np.array([2, 0, 1]))
     device = torch.device("cpu")
-    assert rows.on(device) is rows.on(device)
-    assert rows.on(device).tolist() == [2, 0, 1]
+    assert on_device(rows, device) is on_device(rows, device)
+    assert on_device(rows, device).tolist() == [2, 0, 1]
     assert not rows.are_all_in_order
     assert Rows(np.arange(3)).are_all_in_order

@@ -20,41 +20,13 @@ from itertools import accumulate
 from typing import Literal
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
-Int64 = NDArray[np.int64]
+from wlb.sharding.rows import Rows, ranges
+
 Kind = Literal["full", "diagonal", "masked"]
 
 # Queries of one piece where a window cuts: bounds a mask to MASK_ROWS x 2 * MASK_ROWS, whatever the document's length.
 MASK_ROWS = 256
-
-
-class Rows:
-    """Row numbers, copied once to each device that asks, without waiting for it.
-
-    numbers: int64, or int32 for the edges that kernels take.
-    """
-
-    def __init__(self, numbers: Int64 | NDArray[np.int32]) -> None:
-        self.numbers = numbers
-        self._tensors: dict[torch.device, torch.Tensor] = {}
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    @cached_property
-    def are_all_in_order(self) -> bool:
-        """Whether these are rows 0, 1, 2, ..."""
-        return np.array_equal(self.numbers, np.arange(len(self.numbers)))
-
-    def on(self, device: torch.device) -> torch.Tensor:
-        if device not in self._tensors:
-            rows = torch.from_numpy(self.numbers)
-            if device.type == "cuda":
-                rows = rows.pin_memory().to(device, non_blocking=True)
-            self._tensors[device] = rows
-        return self._tensors[device]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,12 +203,6 @@ def visible_blocks(
             yield s, e, cut, past, "full"
         if high > s:
             yield s, e, s, e, "diagonal"
-
-
-def ranges(pairs: Iterable[tuple[int, int]]) -> Int64:
-    """Numbers of all [start, stop), one after the other."""
-    each = [np.arange(start, stop, dtype=np.int64) for start, stop in pairs]
-    return np.concatenate(each) if each else np.empty(0, dtype=np.int64)
 
 
 def _edges(lengths: Iterable[int]) -> Rows:

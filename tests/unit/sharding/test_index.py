@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import weakref
 
-from wlb.attention import index
-from wlb.attention.blocks import Keys, Rows, Task
-from wlb.attention.index import gather_index, ring_index
+from wlb.sharding import index
+from wlb.sharding.index import gather_index, ring_index
+from wlb.sharding.phases import Keys, Task
 from wlb.sharding.plan import ShardPlan, plan_of_chunks
+from wlb.sharding.rows import Rows
 
 
 def _head_tail() -> ShardPlan:

@@ -11,8 +11,9 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from wlb.attention.blocks import Keys, Phase, PhaseBuilder, Rows, Task, ranges
+from wlb.sharding.phases import Keys, Phase, PhaseBuilder, Task
 from wlb.sharding.plan import ShardPlan
+from wlb.sharding.rows import Rows, ranges
 
 # By document: (start, stop, row of the first) of what a rank holds, or (start, stop, start) of what it wants.
 _Pieces = Mapping[int, list[tuple[int, int, int]]]
