@@ -5,6 +5,7 @@ Shapes: W = K * (H + V) numbers of a row's key and value, K key/value heads, H h
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+_LETTING_GO_S = 0.5
 
 
 class GatherMemory(TorchDispatchMode):
@@ -55,11 +57,22 @@ class GatherMemory(TorchDispatchMode):
                 if storage.nbytes() and storage.data_ptr() not in taken:
                     weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
                     self._storages[storage.data_ptr()] = (weak, storage.nbytes())
-        live = self.live_bytes
-        self.peak_bytes = max(self.peak_bytes, live)
-        if _ATTENTION in func.name() and any(self._follows(t) for t in args if isinstance(t, torch.Tensor)):
-            self.attending_bytes = max(self.attending_bytes, live)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if _ATTENTION in func.name():
+            read = {key for t in args if isinstance(t, torch.Tensor) and (key := self._followed(t)) is not None}
+            if read:
+                self.attending_bytes = max(self.attending_bytes, self._settled_bytes(read))
         return result
 
-    def _follows(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._storages
+    def _settled_bytes(self, read: set[int]) -> int:
+        """Alive, once the thread of an exchange that has ended let go of its tensors: it does so a moment later."""
+        deadline_s = time.monotonic() + _LETTING_GO_S
+        while (live := self.live_bytes) > sum(self._storages[key][1] for key in read):
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(0.001)
+        return live
+
+    def _followed(self, tensor: torch.Tensor) -> int | None:
+        key = tensor.untyped_storage().data_ptr()
+        return key if key in self._storages else None

@@ -1,14 +1,16 @@
 """What gathered keys and values hold, in one process that holds one of two ranks at a time."""
 
+import threading
+
 import pytest
 import torch
 
 from wlb.attention import Mailbox, sharded_attention
 from wlb.attention.gather_memory import GatherMemory
 from wlb.attention.in_process import in_lockstep
-from wlb.attention.index import gather_index
 from wlb.attention.sharded import checked_call, path_of
 from wlb.sharding import Sharding, ShardPlan
+from wlb.sharding.index import gather_index
 from wlb.sharding.plan import plan_of_chunks, unsharded
 
 NUMBERS = 2 * 2 * 4  # 2 key/value heads of 4 numbers
@@ -28,6 +30,27 @@ def test_tensors_of_rows_count_while_their_memory_lives():
         assert memory.peak_bytes == 5 * 8 * 4
         memory.reset()
         assert memory.peak_bytes == 0
+
+
+def attended(rows: torch.Tensor) -> None:
+    key, value = (t.view(1, -1, 2, 4).transpose(1, 2) for t in rows.split(8, dim=1))
+    torch.nn.functional.scaled_dot_product_attention(key, key, value, is_causal=True)
+
+
+def test_what_an_exchange_lets_go_a_moment_later_is_not_held_while_attending():
+    with GatherMemory(NUMBERS) as memory:
+        rows = torch.zeros(4, NUMBERS)
+        sent = [torch.zeros(3, NUMBERS)]
+        thread = threading.Timer(0.05, sent.clear)
+        thread.start()
+        attended(rows)
+        thread.join()
+        assert memory.attending_bytes == 4 * ROW_BYTES
+        assert memory.peak_bytes == 7 * ROW_BYTES
+        held = torch.zeros(3, NUMBERS)
+        attended(rows)
+        assert memory.attending_bytes == 7 * ROW_BYTES
+        del held
 
 
 class Sent(Mailbox):
