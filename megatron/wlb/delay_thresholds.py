@@ -11,7 +11,6 @@ from megatron.training.utils import print_rank_0
 
 from megatron.wlb.arguments import WlbOptions
 from megatron.wlb.token_files import TokenFiles
-from wlb.data.index_file import index_lengths
 from wlb.packing import PackerOptions, PackerState, derive_thresholds
 from wlb.packing.delay_thresholds import choose_thresholds, front_table, threshold_remarks
 
@@ -24,7 +23,7 @@ def with_thresholds(packer: PackerOptions, options: WlbOptions, files: TokenFile
         return packer
     shape = packer.shape
     # Positions, one fewer than stored tokens.
-    lengths = np.concatenate([_sample(index_lengths(r.prefix), range(r.first, r.stop)) for r in files.rows[0]]) - 1
+    lengths = np.concatenate([_sample(r.lengths(), range(r.first, r.stop)) for r in files.rows[0]]) - 1
     if options.thresholds_tokens is None and packer.max_delay_steps:
         choice = choose_thresholds(packer, lengths)
         print_rank_0(f"> --wlb-thresholds by a replay of the training split:\n{front_table(choice)}")

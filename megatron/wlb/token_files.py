@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,23 +18,28 @@ from megatron.core.datasets.utils import Split
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from wlb.data.index_file import IndexRows, check_index
+from wlb.data.mock import MockDocuments
+from wlb.data.source import DocumentRows
 from wlb.errors import ConfigError, DataError
 
 # Tokens looked at in each file before training; every token is checked again when it is read.
 _CHECKED_TOKENS = 1 << 20
 _LABEL_TOKENS = 1
+# Of all splits together; the stream begins a new epoch when they are used up.
+_NUM_MOCK_DOCUMENTS = 3 << 16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenFiles:
-    """Open index files, as one numbering of sequences.
+    """Open data sets, as one numbering of sequences.
 
+    datasets: index files, or mock documents.
     rows: per split (train, valid, test) the sequences it reads, one entry a data set, () where the split is empty.
     """
 
     datasets: tuple[Any, ...]
     sequence_bases: tuple[int, ...]
-    rows: tuple[tuple[IndexRows, ...], ...]
+    rows: tuple[tuple[DocumentRows, ...], ...]
 
     def read(self, sequence: int, start: int, count: int) -> np.ndarray:
         """`count` stored tokens of a sequence from `start`; fewer if the sequence ends before."""
@@ -45,7 +51,7 @@ class TokenFiles:
 
 
 def open_token_files(args: Namespace, *, vocab_size: int) -> TokenFiles:
-    """Open what --data-path and its relatives name, and check it.
+    """Open what --data-path and its relatives name, and check it; with --mock-data, documents that no file holds.
 
     Raises:
         ConfigError: no data is named, or a split is.
@@ -53,9 +59,9 @@ def open_token_files(args: Namespace, *, vocab_size: int) -> TokenFiles:
     """
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     if blend is None and blend_per_split is None:
-        raise ConfigError(
-            "--data-path must name .bin/.idx data with --wlb-packing, got none (mock data has no lengths)"
-        )
+        if not args.mock_data:
+            raise ConfigError("--data-path must name .bin/.idx data with --wlb-packing, got none and no --mock-data")
+        return _mock_documents(args, vocab_size=vocab_size)
     opened: dict[str, int] = {}
     datasets: list[Any] = []
     bases: list[int] = []
@@ -69,7 +75,7 @@ def open_token_files(args: Namespace, *, vocab_size: int) -> TokenFiles:
             _check_vocabulary(prefix, datasets[-1], vocab_size)
         return opened[prefix]
 
-    rows_of_splits: list[tuple[IndexRows, ...]] = []
+    rows_of_splits: list[tuple[DocumentRows, ...]] = []
     whole = [(0.0, 1.0)] * len(Split)
     spans = convert_split_vector_to_split_matrix(parse_and_normalize_split(args.split)) if blend else whole
     for split in Split:
@@ -106,9 +112,25 @@ def open_token_files(args: Namespace, *, vocab_size: int) -> TokenFiles:
                 if stop > first
             )
         )
-    if not any(rows.stop > rows.first for rows in rows_of_splits[0]):
+    return _token_files(args, datasets, bases, rows_of_splits)
+
+
+def _token_files(
+    args: Namespace, datasets: Sequence[Any], bases: Sequence[int], rows: Sequence[tuple[DocumentRows, ...]]
+) -> TokenFiles:
+    if not rows[0]:
         raise ConfigError(f"--split must leave sequences to the training split, got {args.split}")
-    return TokenFiles(datasets=tuple(datasets), sequence_bases=tuple(bases), rows=tuple(rows_of_splits))
+    return TokenFiles(datasets=tuple(datasets), sequence_bases=tuple(bases), rows=tuple(rows))
+
+
+def _mock_documents(args: Namespace, *, vocab_size: int) -> TokenFiles:
+    documents = MockDocuments(
+        count=_NUM_MOCK_DOCUMENTS, window_tokens=args.seq_length, vocab_size=vocab_size, seed=args.seed
+    )
+    # An even split where none is asked for, as of Megatron's own mock data.
+    spans = convert_split_vector_to_split_matrix(parse_and_normalize_split(args.split or "1,1,1"))
+    rows = [() if span is None else (documents.rows(*_rows(documents, span)),) for span in spans]
+    return _token_files(args, [documents], [0], rows)
 
 
 def _rows(dataset: Any, span: tuple[float, float]) -> tuple[int, int]:

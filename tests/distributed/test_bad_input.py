@@ -132,7 +132,7 @@ def test_missing_data(packed: list[Any], tmp_path: Path) -> None:
 
 
 def test_no_data_named() -> None:
-    assert "--data-path must name" in _message(["--mock-data", "--wlb-packing", "plain"])
+    assert "--data-path must name .bin/.idx data" in _message(["--wlb-packing", "plain"])
 
 
 @pytest.mark.parametrize("kind", ["idx", "bin"])

@@ -58,10 +58,14 @@ class IndexRows:
     weight: float
     sequence_base: int
 
+    def lengths(self) -> NDArray[Any]:
+        """Stored tokens of every sequence of the index: see `index_lengths`."""
+        return index_lengths(self.prefix)
+
     def source(self) -> DocumentSource:
         """Open the index. A stored sequence's last token is only ever a label."""
         return DocumentSource(
-            lengths=index_lengths(self.prefix),
+            lengths=self.lengths(),
             label_tokens=1,
             first=self.first,
             stop=self.stop,

@@ -79,9 +79,9 @@ class Permutation:
         left, right = values // columns, values % columns
         for i, key in enumerate(self._round_keys):
             if i % 2 == 0:
-                left = (left + _hash(right, key)) % rows
+                left = (left + hash_numbers(right, key)) % rows
             else:
-                right = (right + _hash(left, key)) % columns
+                right = (right + hash_numbers(left, key)) % columns
         return left * columns + right
 
 
@@ -96,7 +96,8 @@ def _hash_one(value: int, key: int) -> int:
     return (x ^ (x >> 31)) >> 1
 
 
-def _hash(values: NDArray[np.uint64], key: int) -> NDArray[Any]:
+def hash_numbers(values: NDArray[np.uint64], key: int) -> NDArray[Any]:
+    """A pseudo-random number in [0, 2**63) for each value, of the shape of `values`; `key` in [0, 2**64)."""
     x = values + np.uint64(key)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_MULTIPLY_1)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_MULTIPLY_2)

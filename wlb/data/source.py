@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +55,24 @@ class DocumentSource:
     def rows(self) -> range:
         """Rows of `lengths` that belong to this source."""
         return range(self.first, len(self.lengths) if self.stop is None else self.stop)
+
+
+class DocumentRows(Protocol):
+    """The sequences [first, stop) of one data set by name: cheap to hand to the process that plans."""
+
+    @property
+    def first(self) -> int: ...
+
+    @property
+    def stop(self) -> int: ...
+
+    def lengths(self) -> NDArray[Any]:
+        """Stored tokens of every sequence of the data set, those outside of the rows too."""
+        ...
+
+    def source(self) -> DocumentSource:
+        """Open the data set."""
+        ...
 
 
 class SourceCursor:
