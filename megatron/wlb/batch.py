@@ -11,6 +11,7 @@ import torch
 
 from megatron.wlb.packed_seq_params import packed_seq_params
 from megatron.wlb.parallel import ParallelDims
+from wlb.attention.device_rows import to_device
 from wlb.data.collate import PackedTokens, ReadTokens, collate
 from wlb.data.plan_source import PlanSource
 from wlb.data.planned_step import PlannedStep
@@ -157,12 +158,16 @@ def batch_on_device(
         and `packed_seq_params`, of the whole pack.
     """
     names = ("tokens", "labels", "position_ids", "loss_mask")
-    batch: dict[str, Any] = {
-        name: torch.from_numpy(getattr(packed, name)).pin_memory().cuda(non_blocking=True).unsqueeze(0)
-        for name in names
-    }
+    device = torch.device("cuda", torch.cuda.current_device())
+    *tensors, cu_seqlens = to_device([*(getattr(packed, name) for name in names), packed.cu_seqlens], device)
+    batch: dict[str, Any] = {name: tensor.unsqueeze(0) for name, tensor in zip(names, tensors, strict=True)}
     batch["packed_seq_params"] = packed_seq_params(
-        micro_batch, plan, cp_rank, position_ids=batch["position_ids"][0], max_positions=max_positions
+        micro_batch,
+        plan,
+        cp_rank,
+        position_ids=batch["position_ids"][0],
+        max_positions=max_positions,
+        cu_seqlens=cu_seqlens,
     )
     return batch
 

@@ -13,6 +13,7 @@ from megatron.wlb.arguments import WlbOptions
 from megatron.wlb.batch import PackedIterator, PackedSteps
 from megatron.wlb.batch_schedule import batch_ramp, final_batch_size
 from megatron.wlb.checkpoint import load_state, saved_state_path
+from megatron.wlb.core_attention import window_tokens
 from megatron.wlb.delay_thresholds import as_saved, with_thresholds
 from megatron.wlb.parallel import ParallelDims
 from megatron.wlb.token_files import TokenFiles
@@ -21,6 +22,7 @@ from wlb.data.plan_source import InlineSource, PlannerSpec, PlanSource, ProcessS
 from wlb.packing import PackerOptions, StepShape
 from wlb.schedule import PipelineModel
 from wlb.sharding import Division
+from wlb.sharding.index import IndexKind
 from wlb.sharding.micro_batch_cost import statistics_cost
 
 PADDING_TOKEN = 0  # any valid id: padding is never trained
@@ -123,6 +125,8 @@ def packed_dataset_provider(
             ),
             pad_to_multiple=pad_multiple(args),
             sharding=options.sharding,
+            cp_rank=here.cp_rank,
+            index_uses=index_uses(args),
             keeps_ledger=options.ledger is not None and here.rank == 0,
             restored=restored.get("train"),
             ramp=batch_ramp(args, first_step=saved_step),
@@ -155,6 +159,15 @@ def packed_dataset_provider(
     return provide
 
 
+def index_uses(args: Namespace) -> tuple[tuple[IndexKind, int | None], ...]:
+    """What the model's attention layers will ask of each plan; nothing where Transformer Engine follows none."""
+    if args.transformer_impl == "transformer_engine" and args.context_parallel_size == 1:
+        return ()
+    words = args.cp_comm_type * (args.num_layers // len(args.cp_comm_type))
+    uses = ((word, window_tokens(args, layer)) for layer, word in enumerate(words, start=1))
+    return tuple(dict.fromkeys(uses))
+
+
 def _evaluation_spec(
     args: Namespace,
     options: WlbOptions,
@@ -179,6 +192,8 @@ def _evaluation_spec(
         ),
         pad_to_multiple=pad_multiple(args),
         sharding=options.sharding,
+        cp_rank=dims.cp_rank,
+        index_uses=index_uses(args),
         restored=restored,
     )
 

@@ -89,13 +89,14 @@ def collate(
     labels = np.full(plan.rank_tokens, padding_token, dtype=np.int64)
     loss_mask = np.zeros(plan.rank_tokens, dtype=np.float32)
     first = 0
-    for span in plan.ranks[rank]:
-        stop = first + span.num_tokens
-        if span.document < len(documents):
-            document = documents[span.document]
-            start = document.start + span.start
-            stored = read(document.sequence, start, span.num_tokens + 1)
-            _check(stored, document.sequence, start, span.num_tokens + 1, vocab_size)
+    for number, span_start, span_stop in plan.spans_of(rank).tolist():
+        count = span_stop - span_start
+        stop = first + count
+        if number < len(documents):
+            document = documents[number]
+            start = document.start + span_start
+            stored = read(document.sequence, start, count + 1)
+            _check(stored, document.sequence, start, count + 1, vocab_size)
             tokens[first:stop] = stored[:-1]
             labels[first:stop] = stored[1:]
             loss_mask[first:stop] = 1.0

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from wlb.cost.model import CostModel
-from wlb.data.index_file import IndexRows
 from wlb.data.planned_step import (
     PlannedStep,
     document_table,
@@ -30,11 +29,13 @@ from wlb.data.planned_step import (
 )
 from wlb.data.planner import StepPlanner, ledger_line
 from wlb.data.sharded_step import pack_shard_plans, shard_statistics, shard_step, unpack_shard_plans
+from wlb.data.source import DocumentRows
 from wlb.data.stream import DocumentCut, DocumentStream
 from wlb.errors import ConfigError, PlannerProcessError, WlbError
 from wlb.packing.options import PackerOptions
 from wlb.packing.registry import build_packer
 from wlb.sharding import Sharding
+from wlb.sharding.index import IndexKind, prepare
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -48,7 +49,8 @@ class PlannerSpec:
     ramp: (first step, micro-batches of a replica) while the batch size still grows; see `StepPlanner`.
     num_steps: see `StepPlanner`.
     replica: data-parallel rank whose micro-batches are wanted.
-    sharding: how context-parallel ranks divide each micro-batch.
+    sharding: how context-parallel ranks divide each micro-batch. cp_rank: the one whose indexes are made.
+    index_uses: communication type and window of each kind of attention layer; see `wlb.sharding.index.prepare`.
     cost: for the statistics.
     pad_to_multiple: tokens to which the tail of a micro-batch is padded.
     keeps_ledger: make a ledger line of every step.
@@ -56,7 +58,7 @@ class PlannerSpec:
     kept_steps: see `StepPlanner`; more than the steps planned ahead.
     """
 
-    rows: tuple[IndexRows, ...]
+    rows: tuple[DocumentRows, ...]
     window_tokens: int
     cut: DocumentCut
     seed: int
@@ -67,6 +69,8 @@ class PlannerSpec:
     cost: CostModel
     pad_to_multiple: int
     sharding: Sharding = field(default_factory=Sharding)
+    cp_rank: int = 0
+    index_uses: tuple[tuple[IndexKind, int | None], ...] = ()
     keeps_ledger: bool = False
     restored: dict[str, Any] | None = None
     ramp: tuple[tuple[int, int], ...] = ()
@@ -102,6 +106,8 @@ class PlannerSpec:
         # What the packer has planned already to compare micro-batches is remembered there.
         sharding = self.options.division or self.sharding
         shard_plans = shard_step(micro_batches, sharding, pad_to_multiple=self.pad_to_multiple)
+        for shard_plan in shard_plans:
+            prepare(shard_plan, self.cp_rank, self.index_uses)
         shard_s = time.perf_counter() - begin_s
         return PlannedStep(
             step=plan.step,
@@ -210,10 +216,10 @@ class ProcessSource:
         self._end_process()
 
     def _decode(self, message: tuple[str, Any]) -> PlannedStep:
-        kind, (step, table, counts, spans, span_counts, fingerprint, documents, *statistics, counters, plan_s, line) = (
-            message
-        )
+        kind, content = message
         assert kind == "step", f"expected a step, got {kind}"
+        step, table, counts, shards, fingerprint, documents, *statistics, counters, plan_s, line = content
+        spans, span_counts, indexes = shards
         micro_batches = unpack_micro_batches(table, counts)
         return PlannedStep(
             step=step,
@@ -221,6 +227,7 @@ class ProcessSource:
             shard_plans=unpack_shard_plans(
                 spans,
                 span_counts,
+                indexes,
                 micro_batches,
                 cp_size=self._spec.sharding.cp_size,
                 pad_to_multiple=self._spec.pad_to_multiple,
@@ -282,8 +289,10 @@ def serve(descriptor: int) -> None:
     descriptor: of its end of the connection, over which the `PlannerSpec` comes first.
     """
     connection = Connection(descriptor)
-    # Ctrl-C goes to the whole process group; the training process decides when this one ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C goes to the whole process group, and Slurm may send its warnings to every process of a job; the training
+    # process decides when this one ends, and still asks it for the state that goes into the last checkpoint.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     try:
         spec: PlannerSpec = connection.recv()
         planner = spec.build()
@@ -314,7 +323,7 @@ def _encode(step: PlannedStep) -> tuple[Any, ...]:
     return (
         step.step,
         *pack_micro_batches(step.micro_batches),
-        *pack_shard_plans(step.shard_plans),
+        pack_shard_plans(step.shard_plans),
         step.fingerprint,
         step.document_table,
         step.statistics,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from wlb.data.collate import padded_lengths
 from wlb.documents import MicroBatch
 from wlb.sharding import Division, ShardCosts, Sharding, ShardPlan
+from wlb.sharding.index import Index, adopt, prepared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +46,22 @@ def shard_statistics(plans: Sequence[ShardPlan], costs: ShardCosts) -> ShardStat
     )
 
 
-def pack_shard_plans(plans: Sequence[ShardPlan]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(spans, 4) int64 of all plans in order, and the number of spans of each: see `pack_micro_batches`."""
+def pack_shard_plans(
+    plans: Sequence[ShardPlan],
+) -> tuple[NDArray[np.int64], NDArray[np.int64], list[dict[tuple[object, ...], Index]]]:
+    """(spans, 4) int64 of all plans in order, the number of spans of each, and what was prepared for each.
+
+    Arrays, as in `pack_micro_batches`; an index is a few dozen of them, of a plan's pieces and not of its rows.
+    """
     tables = [plan.table for plan in plans]
-    return np.concatenate([np.empty((0, 4), dtype=np.int64), *tables]), np.array([len(t) for t in tables])
+    spans = np.concatenate([np.empty((0, 4), dtype=np.int64), *tables])
+    return spans, np.array([len(t) for t in tables]), [prepared(plan) for plan in plans]
 
 
 def unpack_shard_plans(
     table: NDArray[np.int64],
     counts: NDArray[np.int64],
+    indexes: Sequence[Mapping[tuple[object, ...], Index]],
     micro_batches: Sequence[MicroBatch],
     *,
     cp_size: int,
@@ -61,7 +69,10 @@ def unpack_shard_plans(
 ) -> tuple[ShardPlan, ...]:
     """Undo `pack_shard_plans`."""
     edges = np.concatenate([[0], np.cumsum(counts)]).tolist()
-    return tuple(
+    plans = tuple(
         ShardPlan.from_table(table[a:b], lengths=padded_lengths(m, pad_to_multiple), cp_size=cp_size)
         for (a, b), m in zip(pairwise(edges), micro_batches, strict=True)
     )
+    for plan, index in zip(plans, indexes, strict=True):
+        adopt(plan, index)
+    return plans

@@ -8,25 +8,27 @@ positions 0 and 3, rank 1 holds 1 and 2. Rank 0 receives 1 and 2; rank 1 receive
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from wlb.sharding.phases import Keys, Phase, PhaseBuilder, Task
+import numpy as np
+
+from wlb.sharding.overlaps import Overlaps, Spans, overlaps, spans_of, wanted_of
+from wlb.sharding.phases import Phase, PhaseBuilder
 from wlb.sharding.plan import ShardPlan
-from wlb.sharding.rows import Rows, ranges
-
-# By document: (start, stop, row of the first) of what a rank holds, or (start, stop, start) of what it wants.
-_Pieces = Mapping[int, list[tuple[int, int, int]]]
+from wlb.sharding.rows import Int64, Rows
+from wlb.sharding.tasks import TaskTable
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class GatherIndex:
     """One exchange of all that is missing, into a buffer with each document's keys in order.
 
     local: every span against itself; under a window only the spans that need no other keys.
     remote: the rest, on the gathered buffer.
     exchanges: whether any rank receives anything: the exchange is a collective.
-    rows_by_receiver: local rows for each rank. send_rows: the same, back to back. send_counts: how many each.
+    send_rows: local rows for each rank, back to back. send_counts: how many each.
     places: rows of the gathered buffer where received rows go, by sender. receive_counts: rows from each rank.
     own_rows, own_places: local rows that are copied into the gathered buffer, and where.
     """
@@ -34,7 +36,6 @@ class GatherIndex:
     local: Phase
     remote: Phase
     exchanges: bool
-    rows_by_receiver: tuple[Rows, ...]
     send_rows: Rows
     send_counts: tuple[int, ...]
     places: Rows
@@ -47,11 +48,20 @@ class GatherIndex:
         return self.remote.num_keys
 
     @property
+    def arrives_in_order(self) -> bool:
+        """Whether what is received is the gathered buffer as it comes."""
+        return len(self.places) == self.gathered_rows and self.places.are_all_in_order
+
+    @property
+    def exchanged_rows(self) -> tuple[Rows, ...]:
+        return (self.send_rows, self.places, self.own_rows, self.own_places)
+
+    @property
     def phases(self) -> tuple[Phase, ...]:
         return (self.local, self.remote)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class RingStep:
     """Rows to the rank `distance` further on, rows from the one as far back, and what they are needed for."""
 
@@ -68,7 +78,7 @@ class RingStep:
         return not len(self.send_rows) and not self.num_received
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class RingIndex:
     """local: on the rank's own keys, each span against itself and against the earlier ones of its document.
 
@@ -94,160 +104,182 @@ def ring_index(plan: ShardPlan, rank: int, window: int | None) -> RingIndex:
 
 
 def _gather_index(plan: ShardPlan, rank: int, window: int | None) -> GatherIndex:
-    held = _held(plan)
-    wanted = [_wanted(spans, window) for spans in held]
-    # (document, interval) -> first row of the gathered buffer.
-    gathered: dict[int, list[tuple[int, int, int]]] = {}
-    num_gathered = 0
-    for document, intervals in wanted[rank].items():
-        for start, stop, _ in intervals:
-            gathered.setdefault(document, []).append((start, stop, num_gathered))
-            num_gathered += stop - start
+    held, wanted = _spans(plan), _wanted(plan, window)
+    mine, intervals = held.of_rank(rank), wanted.of_rank(rank)
+    places = _starts_of(intervals.lengths)
+    arriving = overlaps(intervals.at_every_rank(), held)  # (rank, interval) with spans
+    place = places[arriving.first % max(len(intervals), 1)] + arriving.from_first
+    place_stop, own = place + arriving.lengths, held.ranks[arriving.second] == rank
+    own_row = held.rows[arriving.second[own]] + arriving.from_second[own]
+    sent_rows, sent_stops, sent_to = _sent(plan, rank, window)
 
-    sends = [list(_overlaps(wanted[r], held[rank])) if r != rank else [] for r in range(plan.cp_size)]
-    received = [list(_overlaps(gathered, spans)) if r != rank else [] for r, spans in enumerate(held)]
-    own = list(_overlaps(gathered, held[rank]))
-
-    local, remote = [], []
-    for document, spans in held[rank].items():
-        for start, stop, row in spans:
-            low = _lowest_key(start, window)
-            if low == start or window is None:
-                local.append(_self_task(start, stop, row))
-            if low < start:
-                first, _, place = next(g for g in gathered[document] if g[0] <= low < g[1])
-                end = start if window is None else stop
-                keys = Keys(place + low - first, place + end - first, low)
-                remote.append(Task(row, row + stop - start, start, (keys,)))
+    low, end = _visible(mine, window)
+    alone, beyond = (low == mine.starts) | (window is None), low < mine.starts
+    queries = np.stack([mine.rows, mine.rows + mine.lengths, mine.starts], axis=1)
+    at = mine.at[beyond] - mine.starts[beyond] + low[beyond]
+    interval = np.searchsorted(intervals.at, at, side="right") - 1
+    first_key = places[interval] + at - intervals.at[interval]
+    keys = np.stack([first_key, first_key + end[beyond] - low[beyond], low[beyond]], axis=1)
     builder = PhaseBuilder(plan.rank_tokens, window)
     return GatherIndex(
-        local=builder.phase(local, num_keys=plan.rank_tokens, causal=True),
-        remote=builder.phase(remote, num_keys=num_gathered, causal=window is not None),
-        exchanges=any(wanted),
-        rows_by_receiver=tuple(Rows(ranges((o.row, o.row + o.length) for o in peer)) for peer in sends),
-        send_rows=Rows(ranges((o.row, o.row + o.length) for peer in sends for o in peer)),
-        send_counts=tuple(sum(o.length for o in peer) for peer in sends),
-        places=Rows(ranges((o.place, o.place + o.length) for peer in received for o in peer)),
-        receive_counts=tuple(sum(o.length for o in peer) for peer in received),
-        own_rows=Rows(ranges((o.row, o.row + o.length) for o in own)),
-        own_places=Rows(ranges((o.place, o.place + o.length) for o in own)),
+        local=builder.phase(
+            TaskTable.of_single_pieces(queries[alone], queries[alone]), num_keys=plan.rank_tokens, causal=True
+        ),
+        remote=builder.phase(
+            TaskTable.of_single_pieces(queries[beyond], keys),
+            num_keys=int(intervals.lengths.sum()),
+            causal=window is not None,
+        ),
+        exchanges=len(wanted) > 0,
+        send_rows=Rows.between(sent_rows, sent_stops),
+        send_counts=_sums(sent_stops - sent_rows, sent_to, plan.cp_size),
+        places=Rows.between(place[~own], place_stop[~own]),
+        receive_counts=_sums(arriving.lengths[~own], held.ranks[arriving.second[~own]], plan.cp_size),
+        own_rows=Rows.between(own_row, own_row + arriving.lengths[own]),
+        own_places=Rows.between(place[own], place_stop[own]),
     )
 
 
 def _ring_index(plan: ShardPlan, rank: int, window: int | None) -> RingIndex:
-    held = _held(plan)
-    mine = held[rank]
-    wanted = [_wanted(spans, window) for spans in held]
+    size, held = plan.cp_size, _spans(plan)
+    mine, intervals = held.of_rank(rank), _wanted(plan, window).of_rank(rank)
     builder = PhaseBuilder(plan.rank_tokens, window)
-    themselves = [_self_task(start, stop, row) for spans in mine.values() for start, stop, row in spans]
-    local = [builder.phase(themselves, num_keys=plan.rank_tokens, causal=True)]
-    earlier = list(_tasks(mine, mine, window))
-    if earlier:
+    queries = np.stack([mine.rows, mine.rows + mine.lengths, mine.starts], axis=1)
+    local = [
+        builder.phase(TaskTable.of_single_pieces(queries, queries), num_keys=plan.rank_tokens, causal=True),
+    ]
+    seen = mine.before(_visible(mine, window)[0])
+    earlier = _tables(queries, overlaps(seen, mine), mine.rows, mine, 1)[0]
+    if len(earlier):
         local.append(builder.phase(earlier, num_keys=plan.rank_tokens, causal=False))
+
+    arriving = overlaps(intervals.at_every_rank(), held)
+    arrived = arriving.as_spans(held)
+    # Rows of the buffer of each sender.
+    edges = np.searchsorted(arrived.ranks, np.arange(size + 1))
+    before = np.concatenate([[0], np.cumsum(arrived.lengths)])
+    rows = before[:-1] - before[edges[:-1]][arrived.ranks]
+    tables = _tables(queries, overlaps(seen.at_every_rank(), arrived), rows, arrived, size)
+    sent_rows, sent_stops, sent_to = _sent(plan, rank, window)
+    sent_edges = np.searchsorted(sent_to, np.arange(size + 1))
     steps = []
-    for distance in range(1, plan.cp_size):
-        sender, receiver = (rank - distance) % plan.cp_size, (rank + distance) % plan.cp_size
-        sent = list(_overlaps(wanted[receiver], mine))
-        received: dict[int, list[tuple[int, int, int]]] = {}
-        num_received = 0
-        for o in _overlaps(wanted[rank], held[sender]):
-            received.setdefault(o.document, []).append((o.start, o.start + o.length, num_received))
-            num_received += o.length
+    for distance in range(1, size):
+        sender, receiver = (rank - distance) % size, (rank + distance) % size
+        sent = slice(sent_edges[receiver], sent_edges[receiver + 1])
         steps.append(
             RingStep(
                 distance=distance,
-                send_rows=Rows(ranges((o.row, o.row + o.length) for o in sent)),
-                phase=builder.phase(_tasks(mine, received, window), num_keys=num_received, causal=False),
+                send_rows=Rows.between(sent_rows[sent], sent_stops[sent]),
+                phase=builder.phase(
+                    tables[sender], num_keys=int(before[edges[sender + 1]] - before[edges[sender]]), causal=False
+                ),
             )
         )
     return RingIndex(local=tuple(local), steps=tuple(steps))
 
 
-@dataclass(frozen=True, slots=True)
-class _Overlap:
-    """Positions [start, start + length) of a document; `row` where they are held, `place` where they are wanted."""
+def _tables(queries: Int64, seen: Overlaps, rows: Int64, pieces: Spans, size: int) -> list[TaskTable]:
+    """By sender, each run of queries with all keys before it that it sees.
 
-    document: int
-    start: int
-    length: int
-    row: int
-    place: int
-
-
-def _overlaps(wanted: _Pieces, held: _Pieces) -> Iterator[_Overlap]:
-    for document, intervals in wanted.items():
-        for start, stop, place in intervals:
-            for first, end, row in held.get(document, ()):
-                low, high = max(start, first), min(stop, end)
-                if low < high:
-                    yield _Overlap(document, low, high - low, row + low - first, place + low - start)
-
-
-def _held(plan: ShardPlan) -> list[dict[int, list[tuple[int, int, int]]]]:
-    def build() -> list[dict[int, list[tuple[int, int, int]]]]:
-        held = []
-        for spans in plan.ranks:
-            pieces: dict[int, list[tuple[int, int, int]]] = {}
-            row = 0
-            for s in spans:
-                pieces.setdefault(s.document, []).append((s.start, s.stop, row))
-                row += s.num_tokens
-            held.append(pieces)
-        return held
-
-    return _kept(plan, ("held",), build)
+    seen: (rank, query) with pieces. rows: of each piece in the buffer of its sender.
+    """
+    key_rows = rows[seen.second] + seen.from_second
+    keys = np.stack([key_rows, key_rows + seen.lengths, pieces.starts[seen.second] + seen.from_second], axis=1)
+    num_queries = max(len(queries), 1)
+    counts = np.bincount(seen.first, minlength=size * num_queries)
+    edges = np.concatenate([[0], np.cumsum(counts)])
+    tables = []
+    for sender in range(size):
+        begin, end = sender * num_queries, (sender + 1) * num_queries
+        with_keys = np.flatnonzero(counts[begin:end])
+        key_edges = edges[begin:end][with_keys]
+        key_edges = np.append(key_edges, edges[end]) - edges[begin]
+        tables.append(TaskTable(queries[with_keys], keys[edges[begin] : edges[end]], key_edges))
+    return tables
 
 
-def _lowest_key(position: int, window: int | None) -> int:
-    return 0 if window is None else max(0, position - window + 1)
+def _sent(plan: ShardPlan, rank: int, window: int | None) -> tuple[Int64, Int64, Int64]:
+    """First row, last row + 1 and receiver of each piece that leaves `rank`, by receiver, document and start."""
+    wanted, mine = _wanted(plan, window), _spans(plan).of_rank(rank)
+    leaving = overlaps(wanted.at_rank(rank), mine)
+    receivers = wanted.ranks[leaving.first]
+    rows = mine.rows[leaving.second] + leaving.from_second
+    others = receivers != rank
+    return rows[others], (rows + leaving.lengths)[others], receivers[others]
 
 
-def _wanted(held: _Pieces, window: int | None) -> _Pieces:
-    """Keys before each span that needs any, and under a window the span's own, so that they lie in one piece."""
-    wanted = {}
-    for document, spans in held.items():
-        joined: list[tuple[int, int, int]] = []
-        for start, stop, _ in spans:
-            low, end = _lowest_key(start, window), start if window is None else stop
-            if low == start:
-                continue
-            if joined and low <= joined[-1][1]:
-                low = joined.pop()[0]
-            joined.append((low, end, low))
-        if joined:
-            wanted[document] = joined
-    return wanted
+def _visible(spans: Spans, window: int | None) -> tuple[Int64, Int64]:
+    """Keys [low, end) of the same document that a span needs beside its own block, its own ones under a window."""
+    if window is None:
+        return np.zeros_like(spans.starts), spans.starts
+    return np.maximum(spans.starts - window + 1, 0), spans.stops
 
 
-def _self_task(start: int, stop: int, row: int) -> Task:
-    end = row + stop - start
-    return Task(row, end, start, (Keys(row, end, start),))
+def _starts_of(lengths: Int64) -> Int64:
+    """Where each begins when they lie back to back."""
+    starts: Int64 = np.cumsum(lengths) - lengths
+    return starts
 
 
-def _tasks(queries: _Pieces, keys: _Pieces, window: int | None) -> Iterator[Task]:
-    """Each span of queries with all keys before it that it sees."""
-    for document, spans in queries.items():
-        for start, stop, row in spans:
-            low = _lowest_key(start, window)
-            seen = tuple(
-                Keys(place + max(low, first) - first, place + min(start, end) - first, max(low, first))
-                for first, end, place in keys.get(document, ())
-                if max(low, first) < min(start, end)
-            )
-            if seen:
-                yield Task(row, row + stop - start, start, seen)
+def _sums(numbers: Int64, groups: Int64, num_groups: int) -> tuple[int, ...]:
+    sums = np.zeros(num_groups, dtype=np.int64)
+    np.add.at(sums, groups, numbers)
+    return tuple(sums.tolist())
+
+
+def _spans(plan: ShardPlan) -> Spans:
+    return _kept(plan, ("spans",), lambda: spans_of(plan))
+
+
+def _wanted(plan: ShardPlan, window: int | None) -> Spans:
+    def build() -> Spans:
+        spans = _spans(plan)
+        return wanted_of(spans, *_visible(spans, window))
+
+    return _kept(plan, ("wanted", window), build)
+
+
+IndexKind = Literal["all_gather", "p2p"]
+Index = GatherIndex | RingIndex
+
+
+def visible_window(plan: ShardPlan, window: int | None) -> int | None:
+    """None where it hides no key of any document."""
+    return None if window is not None and window >= max(plan.lengths, default=1) else window
+
+
+def prepare(plan: ShardPlan, rank: int, uses: Iterable[tuple[IndexKind, int | None]]) -> None:
+    """Make what layers of these communication types and windows will look up."""
+    for kind, window in uses:
+        of = gather_index if kind == "all_gather" else ring_index
+        of(plan, rank, visible_window(plan, window))
+
+
+def prepared(plan: ShardPlan) -> dict[tuple[object, ...], Index]:
+    """All indexes that are kept for the plan: for an equal plan in another process, see `adopt`."""
+    return {key: kept for key, kept in _store(plan).items() if isinstance(kept, GatherIndex | RingIndex)}
+
+
+def adopt(plan: ShardPlan, indexes: Mapping[tuple[object, ...], Index]) -> None:
+    """Keep the `prepared` indexes of an equal plan."""
+    _store(plan).update(indexes)
 
 
 _BY_PLAN: dict[int, tuple[weakref.ref[ShardPlan], dict[tuple[object, ...], object]]] = {}
 
 
-def _kept[T](plan: ShardPlan, key: tuple[object, ...], build: Callable[[], T]) -> T:
-    """Kept by the plan's identity: comparing or hashing a plan would visit all its spans in every layer."""
+def _store(plan: ShardPlan) -> dict[tuple[object, ...], object]:
+    """By the plan's identity: comparing or hashing a plan would visit all its spans in every layer."""
     number = id(plan)
     entry = _BY_PLAN.get(number)
     if entry is None or entry[0]() is not plan:
         entry = (weakref.ref(plan, lambda _: _BY_PLAN.pop(number, None)), {})
         _BY_PLAN[number] = entry
-    if key not in entry[1]:
-        entry[1][key] = build()
-    return entry[1][key]  # type: ignore[return-value]
+    return entry[1]
+
+
+def _kept[T](plan: ShardPlan, key: tuple[object, ...], build: Callable[[], T]) -> T:
+    store = _store(plan)
+    if key not in store:
+        store[key] = build()
+    return store[key]  # type: ignore[return-value]

@@ -1,8 +1,9 @@
 """Which rows of queries meet which rows of keys, and how: geometry alone, in integers.
 
-A `Task` is a run of queries of one document with the keys that one buffer holds for it. A `Phase` is all tasks whose
-keys lie in one buffer. The CUDA kernel takes a phase in one variable-length call; the CPU kernel takes it block by
-block, where a block is what a dense kernel can do: full, causal diagonal, or masked where a sliding window cuts it.
+A task is a run of queries of one document with the keys that one buffer holds for it. A `Phase` is all tasks whose
+keys lie in one buffer. CUDA kernels take a phase in one variable-length call or in few (see `calls`); the CPU kernel
+takes it block by block, where a block is what a dense kernel can do: full, causal diagonal, or masked where a sliding
+window cuts it.
 
 Queries [2, 4) of a document against its keys [0, 4)::
 
@@ -14,41 +15,21 @@ Queries [2, 4) of a document against its keys [0, 4)::
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from wlb.sharding.rows import Rows, ranges
+from wlb.sharding.calls import OffsetCall, calls_apart, cumulative, one_call, places
+from wlb.sharding.rows import Rows, expanded
+from wlb.sharding.tasks import Task, TaskTable
 
 Kind = Literal["full", "diagonal", "masked"]
 
 # Queries of one piece where a window cuts: bounds a mask to MASK_ROWS x 2 * MASK_ROWS, whatever the document's length.
 MASK_ROWS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """Rows [start, stop) of a buffer; `position` in the document of the first."""
-
-    start: int
-    stop: int
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """Local query rows [start, stop), the first at `position` of its document, and keys of the same document.
-
-    Keys lie before the queries; the last may be the queries' own.
-    """
-
-    start: int
-    stop: int
-    position: int
-    keys: tuple[Keys, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,58 +49,109 @@ class Block:
     first: bool
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Phase:
     """Tasks on one buffer of keys.
 
+    table: the tasks.
     causal: the last key of each task is the last query's own, so scores are masked from the bottom right corner on;
         otherwise all keys of a task lie before its queries.
     window: as in `sharded_attention`; None also where it hides no key.
     first: no query of it has an output from an earlier phase.
     num_queries, num_keys: rows of the buffers.
+    previous: the phase that runs before.
     """
 
-    tasks: tuple[Task, ...]
-    blocks: tuple[Block, ...]
+    table: TaskTable
     causal: bool
     window: int | None
     first: bool
     num_queries: int
     num_keys: int
+    previous: Phase | None = field(default=None, repr=False)
 
     @property
+    def num_tasks(self) -> int:
+        return len(self.table)
+
+    @cached_property
+    def tasks(self) -> tuple[Task, ...]:
+        """As objects; on the way of every micro-batch the columns of `table` do."""
+        return self.table.tasks()
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """What a dense kernel computes. Made when asked for: a kernel that takes a whole phase never does."""
+        return self._blocks_and_seen[0]
+
+    @cached_property
+    def _blocks_and_seen(self) -> tuple[tuple[Block, ...], NDArray[np.bool_]]:
+        """The blocks, and which of the queries have an output after them."""
+        if self.previous is None:
+            seen = np.zeros(self.num_queries, dtype=np.bool_)
+        else:
+            seen = self.previous._blocks_and_seen[1].copy()
+        blocks = []
+        for task in self.tasks:
+            for start, stop, key_start, key_stop, kind, shift in _blocks_of(task, self.window):
+                here = seen[start:stop]
+                blocks.append(Block(start, stop, key_start, key_stop, kind, shift, first=not here.any()))
+                here[:] = True
+        return tuple(blocks), seen
+
+    @cached_property
     def merges(self) -> bool:
+        """Whether any query of it gets its output in parts."""
+        if not self.first:
+            return True
+        if self.window is None:
+            return not self.table.are_one_block_each
         return not all(b.first for b in self.blocks)
 
     @cached_property
     def query_rows(self) -> Rows:
         """Of all tasks, back to back."""
-        return Rows(ranges((t.start, t.stop) for t in self.tasks))
+        return Rows.between(self.table.queries[:, 0], self.table.queries[:, 1])
 
     @cached_property
     def key_rows(self) -> Rows:
         """Of all tasks, back to back; keys that several tasks see are there several times."""
-        return Rows(ranges((k.start, k.stop) for t in self.tasks for k in t.keys))
+        return Rows.between(self.table.keys[:, 0], self.table.keys[:, 1])
 
     @cached_property
     def query_edges(self) -> Rows:
         """(tasks + 1,) int32, leading 0."""
-        return _edges(t.stop - t.start for t in self.tasks)
+        return cumulative(self.table.query_lengths)
 
     @cached_property
     def key_edges(self) -> Rows:
         """(tasks + 1,) int32, leading 0."""
-        return _edges(sum(k.stop - k.start for k in t.keys) for t in self.tasks)
+        return cumulative(self.table.key_lengths)
 
     @cached_property
     def most_queries(self) -> int:
         """Of one task."""
-        return max(t.stop - t.start for t in self.tasks)
+        return int(self.table.query_lengths.max())
 
     @cached_property
     def most_keys(self) -> int:
         """Of one task."""
-        return max(sum(k.stop - k.start for k in t.keys) for t in self.tasks)
+        return int(self.table.key_lengths.max())
+
+    @cached_property
+    def query_places(self) -> tuple[Rows, Rows]:
+        """Of each of `query_rows` its task, and its number in it."""
+        return places(self.table.query_lengths)
+
+    @cached_property
+    def call(self) -> OffsetCall:
+        """All tasks as a kernel takes them that reads keys where they lie."""
+        return one_call(self.table)
+
+    @cached_property
+    def calls_apart(self) -> tuple[OffsetCall, ...]:
+        """The same in calls that may write gradients: in none of them two tasks have a key in common."""
+        return calls_apart(self.call)
 
 
 class PhaseBuilder:
@@ -129,29 +161,39 @@ class PhaseBuilder:
     """
 
     def __init__(self, num_queries: int, window: int | None) -> None:
-        self._seen = np.zeros(num_queries, dtype=np.bool_)
+        self._num_queries = num_queries
+        self._seen: NDArray[np.bool_] | bool = False  # of each row, or of all
         self._window = window
+        self._last: Phase | None = None
 
-    def phase(self, tasks: Iterable[Task], *, num_keys: int, causal: bool) -> Phase:
+    def phase(self, tasks: Iterable[Task] | TaskTable, *, num_keys: int, causal: bool) -> Phase:
         """`causal` as in `Phase`."""
-        tasks = tuple(tasks)
-        first = not any(self._seen[t.start : t.stop].any() for t in tasks)
-        blocks = tuple(self._block(*b) for t in tasks for b in _blocks_of(t, self._window))
-        return Phase(
-            tasks=tasks,
-            blocks=blocks,
+        table = tasks if isinstance(tasks, TaskTable) else TaskTable.of(tasks)
+        self._last = Phase(
+            table=table,
             causal=causal,
             window=self._window,
-            first=first,
-            num_queries=len(self._seen),
+            first=not self._mark(table),
+            num_queries=self._num_queries,
             num_keys=num_keys,
+            previous=self._last,
         )
+        return self._last
 
-    def _block(self, query_start: int, query_stop: int, key_start: int, key_stop: int, kind: Kind, shift: int) -> Block:
-        seen = self._seen[query_start:query_stop]
-        first = not seen.any()
-        seen[:] = True
-        return Block(query_start, query_stop, key_start, key_stop, kind, shift, first)
+    def _mark(self, table: TaskTable) -> bool:
+        """Whether any query of these tasks was there before. A task's queries are no other's."""
+        if not len(table) or self._seen is True:
+            return bool(len(table))
+        if self._seen is False:
+            if table.query_lengths.sum() == self._num_queries:
+                self._seen = True
+                return False
+            self._seen = np.zeros(self._num_queries, dtype=np.bool_)
+        assert isinstance(self._seen, np.ndarray)
+        rows = expanded(table.queries[:, 0], table.queries[:, 1])
+        were_seen = bool(self._seen[rows].any())
+        self._seen[rows] = True
+        return were_seen
 
 
 def _blocks_of(task: Task, window: int | None) -> Iterator[tuple[int, int, int, int, Kind, int]]:
@@ -203,7 +245,3 @@ def visible_blocks(
             yield s, e, cut, past, "full"
         if high > s:
             yield s, e, s, e, "diagonal"
-
-
-def _edges(lengths: Iterable[int]) -> Rows:
-    return Rows(np.fromiter(accumulate(lengths, initial=0), dtype=np.int32))

@@ -16,13 +16,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, zip_longest
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from wlb.errors import ShardingError
-
-Int64 = NDArray[np.int64]
+from wlb.sharding.rows import Int64, expanded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +80,19 @@ class ShardPlan:
             if stop != length:
                 raise ShardingError(f"document {document} must be held up to {length}, got {stop}")
 
-    @property
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            # Of a plan that came as a table, the objects are made for whoever asks: there may be thousands.
+            if name != "ranks" or "table" not in self.__dict__:
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            ranks: list[list[Span]] = [[] for _ in range(self.cp_size)]
+            for rank, document, start, stop in self.table.tolist():
+                ranks[rank].append(Span(document=document, start=start, stop=stop))
+            self.__dict__["ranks"] = tuple(map(tuple, ranks))
+            return self.__dict__["ranks"]
+
+    @cached_property
     def cp_size(self) -> int:
         return len(self.ranks)
 
@@ -100,14 +111,21 @@ class ShardPlan:
         """(D,) index of each document's first token in the pack."""
         return np.cumsum((0, *self.lengths[:-1]), dtype=np.int64)[: len(self.lengths)]
 
+    def spans_of(self, rank: int) -> Int64:
+        """(spans, 3) document, start, stop of what `rank` holds."""
+        first, last = np.searchsorted(self.table[:, 0], [rank, rank + 1])
+        return self.table[first:last, 1:]
+
     def position_ids(self, rank: int) -> Int64:
         """(T / cp,) position in its document of each token that `rank` holds."""
-        return _ranges((s.start, s.stop) for s in self.ranks[rank])
+        _, starts, stops = self.spans_of(rank).T
+        return expanded(starts, stops)
 
     def pack_indices(self, rank: int) -> Int64:
         """(T / cp,) index in the pack of each token that `rank` holds."""
-        starts = self.starts.tolist()
-        return _ranges((starts[s.document] + s.start, starts[s.document] + s.stop) for s in self.ranks[rank])
+        documents, starts, stops = self.spans_of(rank).T
+        first = self.starts[documents]
+        return expanded(first + starts, first + stops)
 
     @cached_property
     def rearrange(self) -> Int64:
@@ -148,11 +166,8 @@ class ShardPlan:
     @classmethod
     def from_table(cls, table: Int64, *, lengths: Sequence[int], cp_size: int) -> ShardPlan:
         """Undo `table`. Nothing is checked again: it was when the plan was made, and ranks compare fingerprints."""
-        ranks: list[list[Span]] = [[] for _ in range(cp_size)]
-        for rank, document, start, stop in table.tolist():
-            ranks[rank].append(Span(document=document, start=start, stop=stop))
         plan = object.__new__(cls)
-        plan.__dict__.update(lengths=tuple(lengths), ranks=tuple(map(tuple, ranks)), table=table)
+        plan.__dict__.update(lengths=tuple(lengths), table=table, cp_size=cp_size)
         return plan
 
 
@@ -209,8 +224,3 @@ def require_divisible(lengths: Sequence[int], cp_size: int) -> int:
     if tokens % cp_size:
         raise ShardingError(f"tokens of a micro-batch must be a multiple of cp_size = {cp_size}, got {tokens}")
     return tokens // cp_size
-
-
-def _ranges(ranges: Iterable[tuple[int, int]]) -> Int64:
-    each = [np.arange(start, stop, dtype=np.int64) for start, stop in ranges]
-    return np.concatenate(each) if each else np.empty(0, dtype=np.int64)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from wlb.attention.partial import Partial
-from wlb.sharding.phases import Keys, PhaseBuilder, Task
+from wlb.sharding.phases import PhaseBuilder
+from wlb.sharding.tasks import Keys, Task
 
 INFINITY = float("inf")
 

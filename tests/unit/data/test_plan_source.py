@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,8 @@ from wlb.data.planned_step import pack_micro_batches, unpack_micro_batches
 from wlb.documents import MicroBatch, documents_from_lengths
 from wlb.errors import ConfigError, PlannerProcessError, StateError
 from wlb.packing import PACKERS, PackerOptions, StepShape
+from wlb.sharding import Sharding
+from wlb.sharding.index import gather_index, prepared
 
 NUM_STEPS = 6
 
@@ -135,6 +138,16 @@ def test_an_error_met_ahead_comes_when_its_step_is_asked_for(rows: tuple[IndexRo
         process.close()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_for_the_whole_job_leaves_planning_alive(number: signal.Signals, process: ProcessSource) -> None:
+    """Training asks it for the state that goes into the checkpoint which it saves on that very signal."""
+    process.next_step()
+    os.kill(process._process.pid, number)
+    time.sleep(0.05)
+    assert process.state()["packer_state"]["step"] == 1
+    assert process._process.poll() is None
+
+
 def test_a_dead_process_is_an_error_that_names_the_rank(process: ProcessSource) -> None:
     process.next_step()
     os.kill(process._process.pid, signal.SIGKILL)
@@ -155,3 +168,22 @@ def test_closing_leaves_no_process(rows: tuple[IndexRows, ...]) -> None:
     source = ProcessSource(_spec(rows), steps_ahead=1, rank=0, timeout_s=20)
     source.close()
     assert source._process.poll() == 0
+
+
+def test_what_attention_looks_up_comes_with_the_step(rows: tuple[IndexRows, ...]) -> None:
+    """Made where the step is planned, for this rank and the layers' kinds, with either source."""
+    uses: Any = (("all_gather", None), ("p2p", None), ("all_gather", 5))
+    spec = _spec(rows, sharding=Sharding(name="hybrid", cp_size=4), cp_rank=2, index_uses=uses)
+    process = ProcessSource(spec, steps_ahead=1, rank=0, timeout_s=20)
+    try:
+        steps = [source.next_step() for source in (process, InlineSource(spec))]
+    finally:
+        process.close()
+    for one, two in zip(*(step.shard_plans for step in steps), strict=True):
+        assert one == two
+        assert prepared(one).keys() == prepared(two).keys()
+        longest = max(one.lengths)
+        assert {key[1:] for key in prepared(one)} == {(2, None), (2, 5)} if longest > 5 else {(2, None)}
+        places = [gather_index(plan, 2, None).places.numbers.tolist() for plan in (one, two)]
+        assert places[0] == places[1]
+    assert any(len(gather_index(plan, 2, None).places) for plan in steps[0].shard_plans)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import weakref
 
-from wlb.sharding import index
-from wlb.sharding.index import gather_index, ring_index
-from wlb.sharding.phases import Keys, Task
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wlb.sharding import SHARDERS, Sharding, index
+from wlb.sharding.index import adopt, gather_index, prepare, prepared, ring_index, visible_window
+from wlb.sharding.phases import Phase
 from wlb.sharding.plan import ShardPlan, plan_of_chunks
 from wlb.sharding.rows import Rows
+from wlb.sharding.tasks import Keys, Task
 
 
 def _head_tail() -> ShardPlan:
@@ -69,3 +74,96 @@ def test_an_index_is_made_once_and_dies_with_its_plan() -> None:
     gc.collect()
     assert gone() is None
     assert len(index._BY_PLAN) == kept - 1
+
+
+def _held_by(plan: ShardPlan, rank: int) -> list[tuple[int, int]]:
+    """(document, position) of each row."""
+    return [(s.document, p) for s in plan.ranks[rank] for p in range(s.start, s.stop)]
+
+
+def _seen(tokens: list[tuple[int, int]], window: int | None) -> set[tuple[int, int]]:
+    """Keys that the first query of each run of `tokens` sees before itself, and those of the queries after it."""
+    return {(d, k) for d, p in tokens for k in range(0 if window is None else max(0, p - window + 1), p)}
+
+
+def _read(phase: Phase, buffer: list[tuple[int, int]], held: list[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Keys that tasks read, each checked to lie where its position says and to be of the queries' document."""
+    read = set()
+    for task in phase.tasks:
+        document, first = held[task.start]
+        assert first == task.position
+        assert held[task.start : task.stop] == [(document, first + i) for i in range(task.stop - task.start)]
+        for keys in task.keys:
+            there = buffer[keys.start : keys.stop]
+            assert there == [(document, keys.position + i) for i in range(keys.stop - keys.start)]
+            read |= set(there)
+    return read
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    lengths=st.lists(st.sampled_from([1, 1, 2, 3, 7, 16, 29, 64]), min_size=1, max_size=6),
+    cp_size=st.sampled_from([1, 2, 3, 4]),
+    name=st.sampled_from(sorted(SHARDERS)),
+    window=st.one_of(st.none(), st.integers(1, 40)),
+)
+def test_what_arrives_is_what_queries_see(lengths: list[int], cp_size: int, name: str, window: int | None) -> None:
+    """Row by row: rows that others send land where tasks read them, and tasks read all that a query sees."""
+    padding = -sum(lengths) % cp_size
+    plan = Sharding(name=name, cp_size=cp_size).plan((*lengths, padding) if padding else lengths)
+    window = visible_window(plan, window)
+    held = [_held_by(plan, r) for r in range(cp_size)]
+    gathers = [gather_index(plan, r, window) for r in range(cp_size)]
+    rings = [ring_index(plan, r, window) for r in range(cp_size)]
+    for rank in range(cp_size):
+        index, ring, mine = gathers[rank], rings[rank], held[rank]
+        buffer: list[tuple[int, int]] = [(-1, -1)] * index.gathered_rows
+        arrived = []
+        for sender in range(cp_size):
+            begin = sum(gathers[sender].send_counts[:rank])
+            rows = _numbers(gathers[sender].send_rows)[begin : begin + gathers[sender].send_counts[rank]]
+            assert len(rows) == index.receive_counts[sender] * (sender != rank)
+            arrived += [held[sender][row] for row in rows]
+        for place, token in zip(_numbers(index.places), arrived, strict=True):
+            buffer[place] = token
+        for place, row in zip(_numbers(index.own_places), _numbers(index.own_rows), strict=True):
+            buffer[place] = mine[row]
+        assert (-1, -1) not in buffer
+        needed = _seen([mine[t.start] for t in index.local.tasks + index.remote.tasks], window)
+        own = _read(index.local, mine, mine)
+        assert _read(index.remote, buffer, mine) | own >= needed
+        ring_keys = set().union(*(_read(phase, mine, mine) for phase in ring.local))
+        for step in ring.steps:
+            sender = (rank - step.distance) % cp_size
+            rows = _numbers(rings[sender].steps[step.distance - 1].send_rows)
+            ring_keys |= _read(step.phase, [held[sender][row] for row in rows], mine)
+        assert ring_keys >= needed
+        assert ring_keys == set(mine) | needed
+
+
+def test_a_prepared_index_survives_a_process_boundary() -> None:
+    """As arrays, and without the objects of the plan being made."""
+    plan = Sharding(name="per_document", cp_size=4).plan((64, 1, 29, 34))
+    prepare(plan, 1, [("all_gather", None), ("p2p", None), ("all_gather", 9), ("all_gather", 64)])
+    indexes = pickle.loads(pickle.dumps(prepared(plan)))
+    assert len(indexes) == 3  # a window of 64 hides nothing
+    there = ShardPlan.from_table(plan.table, lengths=plan.lengths, cp_size=4)
+    adopt(there, indexes)
+    for window in (None, 9):
+        one, two = gather_index(plan, 1, window), gather_index(there, 1, window)
+        assert two in indexes.values()
+        assert _numbers(one.places) == _numbers(two.places)
+        assert one.local.tasks == two.local.tasks
+        assert one.remote.blocks == two.remote.blocks
+    assert [s.phase.tasks for s in ring_index(there, 1, None).steps] == [
+        s.phase.tasks for s in ring_index(plan, 1, None).steps
+    ]
+    assert "ranks" not in vars(there)
+    assert there == plan
+
+
+def test_an_index_is_made_without_the_objects_of_a_plan() -> None:
+    made = Sharding(name="hybrid", cp_size=3).plan((64, 1, 29, 2))
+    plan = ShardPlan.from_table(made.table, lengths=made.lengths, cp_size=3)
+    prepare(plan, 2, [("all_gather", None), ("p2p", 5)])
+    assert not {"tasks", "ranks"} & {*vars(plan), *vars(gather_index(plan, 2, None).remote)}

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from wlb.attention.device_rows import on_device
 from wlb.sharding import phases
-from wlb.sharding.phases import Keys, PhaseBuilder, Task, visible_blocks
+from wlb.sharding.phases import PhaseBuilder, visible_blocks
 from wlb.sharding.rows import Rows
+from wlb.sharding.tasks import Keys, Task
 
 
 def test_a_span_is_a_full_and_a_diagonal_block() -> None:
