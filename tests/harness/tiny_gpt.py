@@ -201,7 +201,7 @@ def _rotation_error(model: Any, packed: Any, lengths: tuple[int, ...]) -> float:
     angles = model.rotary_pos_emb(packed.max_seqlen_q, packed_seq=True)
     query = torch.ones(packed.segments[-1], 1, model.config.kv_channels, dtype=torch.float64)
     group = parallel_state.get_context_parallel_group()
-    rotated = rope_utils._apply_rotary_pos_emb_thd(query, packed.cu_seqlens_q, angles, cp_group=group)
+    rotated = rope_utils.apply_rotary_pos_emb(query, angles, model.config, packed.cu_seqlens_q, cp_group=group)
     alone = [rope_utils._apply_rotary_pos_emb_bshd(query[:n].unsqueeze(1), angles[:n]).squeeze(1) for n in lengths]
     return relative_error(rotated[: sum(lengths)], torch.cat(alone))
 

@@ -20,9 +20,9 @@ from tests.parity.sharded_cases import (
     run_dense,
     run_sharded,
 )
-from wlb.attention import Mailbox, blocks, call
+from wlb.attention import Mailbox, call
 from wlb.attention.partial import Partial
-from wlb.sharding import SHARDERS, ShardPlan
+from wlb.sharding import SHARDERS, ShardPlan, phases
 from wlb.sharding.plan import plan_of_chunks
 
 COMM_TYPES = ("all_gather", "p2p")
@@ -79,7 +79,7 @@ def test_every_kind_of_heads_with_and_without_a_window(cp_size: int, heads: str,
 @pytest.mark.parametrize("mask_rows", [1, 4])
 def test_a_window_over_many_pieces_of_a_document(monkeypatch: pytest.MonkeyPatch, mask_rows: int) -> None:
     """With pieces of a few rows instead of 256, so that windows are both narrower and wider than a piece."""
-    monkeypatch.setattr(blocks, "MASK_ROWS", mask_rows)
+    monkeypatch.setattr(phases, "MASK_ROWS", mask_rows)
     for cp_size, comm_type, window in ((1, "all_gather", 3), (1, "p2p", 17), (2, "p2p", 9), (4, "all_gather", 17)):
         lengths = padded((53, 2, 31), cp_size)
         pack = inputs(sum(lengths), HEADS["gqa"], seed=12)

@@ -3,9 +3,9 @@
 from wlb.attention.dense import dense_attention
 from wlb.attention.exchange import GroupExchange, KvExchange, Transfer
 from wlb.attention.in_process import Mailbox, all_ranks_attention
+from wlb.attention.kernel_rows import MOST_HEAD_SIZE
 from wlb.attention.packed import packed_attention
 from wlb.attention.sharded import CommType, sharded_attention
-from wlb.attention.varlen_kernel import MOST_HEAD_SIZE
 
 __all__ = [
     "MOST_HEAD_SIZE",

@@ -13,12 +13,11 @@ from collections.abc import Generator
 
 import torch
 
-from wlb.attention.call import Call, Gradients, Saved, add_rows, key_and_value, kv_rows
-from wlb.attention.device_rows import on_device
+from wlb.attention.call import Call, Gradients, Saved, add_rows, key_and_value, num_row_numbers, pack_rows
+from wlb.attention.device_rows import copy_to, on_device
 from wlb.attention.exchange import Transfer
 from wlb.attention.partial import Partial
 from wlb.sharding.index import GatherIndex, gather_index
-from wlb.sharding.rows import Rows
 
 
 def forward(call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Generator[None, None, Saved]:
@@ -28,7 +27,7 @@ def forward(call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Ten
     partial = Partial(query, value.shape[-1], index.phases)
     call.kernel.forward(partial, query, key, value, index.local, call.scale)
     yield
-    gathered = _gathered(index, arriving, key, value)
+    gathered = _gathered(call, index, arriving, key, value)
     remote_key, remote_value = key_and_value(gathered, key, value)
     call.kernel.forward(partial, query, remote_key, remote_value, index.remote, call.scale)
     return Saved(
@@ -43,38 +42,44 @@ def backward(
 ) -> Generator[None, None, Gradients]:
     """dq (T, N, H), dk (T, K, H), dv (T, K, V)."""
     index = gather_index(call.plan, call.rank, call.window)
+    gathered = saved.gathered
+    arriving = _start_gather(call, index, key, value) if gathered is None else None
     grads = call.zero_grads(query, key, value)
     inputs = (saved.out, saved.log_sum_exp)
-    gathered = saved.gathered
-    if gathered is None:
-        arriving = _start_gather(call, index, key, value)
+    if arriving is not None:
         yield
-        gathered = _gathered(index, arriving, key, value)
+        gathered = _gathered(call, index, arriving, key, value)
+    assert gathered is not None
     remote_key, remote_value = key_and_value(gathered, key, value)
-    grad_gathered = torch.zeros_like(gathered, dtype=grads[0].dtype)  # (G, W)
+    grad_gathered = call.empty_rows(grads[0], *gathered.shape).zero_()  # (G, W)
     remote_grads = (grads[0], *key_and_value(grad_gathered, key, value))
     call.kernel.backward(remote_grads, grad_out, query, remote_key, remote_value, *inputs, index.remote, call.scale)
-    returned, transfer = _start_return(call, index, grad_gathered)
+    returning = _start_return(call, index, grad_gathered)
     # One of the two transfers can hide behind the local part: gradients are twice as wide as bfloat16 keys.
     call.kernel.backward(grads, grad_out, query, key, value, *inputs, index.local, call.scale)
     yield
-    add_rows(grads[1:], index.own_rows, _take(grad_gathered, index.own_places))
-    if transfer is not None:
-        transfer.wait()
+    own_rows, own_places = (on_device(rows, query.device) for rows in (index.own_rows, index.own_places))
+    add_rows(grads[1:], own_rows, grad_gathered.index_select(0, own_places))
+    if index.exchanges:
+        with call.transport.end():
+            returned = returning.take()
         # Rank by rank: within one's part no row is there twice, so the sum has one order on every device.
-        done = 0
-        for rows in index.rows_by_receiver:
-            add_rows(grads[1:], rows, returned[done : done + len(rows)])
-            done += len(rows)
+        sent_rows, counts = on_device(index.send_rows, query.device), list(index.send_counts)
+        for rows, part in zip(torch.split(sent_rows, counts), torch.split(returned, counts), strict=True):
+            add_rows(grads[1:], rows, part)
     return call.cast(grads, query, key, value)
 
 
 class _Arriving:
-    """(R, W) rows on their way. Given away once, so that neither they nor what was sent for them stay alive here."""
+    """(R, W) rows on their way. Given away once, so that neither they nor what was sent for them stay alive here.
 
-    def __init__(self, received: torch.Tensor, transfer: Transfer | None) -> None:
+    ahead: (G, W) the buffer into which they will go, where it must exist before they arrive.
+    """
+
+    def __init__(self, received: torch.Tensor, transfer: Transfer | None, ahead: torch.Tensor | None = None) -> None:
         self._rows: torch.Tensor | None = received
         self._transfer = transfer
+        self.ahead = ahead
 
     def take(self) -> torch.Tensor:
         """Wait for them."""
@@ -86,34 +91,58 @@ class _Arriving:
 
 
 def _start_gather(call: Call, index: GatherIndex, key: torch.Tensor, value: torch.Tensor) -> _Arriving:
-    sent = kv_rows(key, value, index.send_rows)
-    received = sent.new_empty(len(index.places), sent.shape[1])
+    row_numbers = num_row_numbers(key, value)
     if not index.exchanges:
-        return _Arriving(received, None)
+        return _Arriving(key.new_empty(0, row_numbers), None)
     assert call.exchange is not None
-    return _Arriving(received, call.exchange.all_to_all(sent, index.send_counts, received, index.receive_counts))
+    copy_to(key.device, index.exchanged_rows)
+    with call.transport.begin():
+        sent = call.empty_rows(key, len(index.send_rows), row_numbers)
+        pack_rows(key, value, index.send_rows, sent)
+        received = call.empty_rows(key, len(index.places), row_numbers)
+        transfer = call.exchange.all_to_all(sent, index.send_counts, received, index.receive_counts)
+        ahead = None
+        if call.transport.allocates_ahead and not index.arrives_in_order:
+            ahead = call.empty_rows(key, index.gathered_rows, row_numbers)
+            _put_own(index, key, value, ahead)
+        return _Arriving(received, transfer, ahead)
 
 
-def _gathered(index: GatherIndex, arriving: _Arriving, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _gathered(
+    call: Call, index: GatherIndex, arriving: _Arriving, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
     """(G, W) each document's keys and values in order."""
-    received = arriving.take()
-    if len(index.places) == index.gathered_rows and index.places.are_all_in_order:
-        return received
-    gathered = received.new_empty(index.gathered_rows, received.shape[1])
-    gathered[on_device(index.places, gathered.device)] = received
-    del received  # before the rank's own rows are copied
-    gathered[on_device(index.own_places, gathered.device)] = kv_rows(key, value, index.own_rows)
+    if not index.exchanges:
+        return arriving.take()
+    with call.transport.end():
+        received = arriving.take()
+        if index.arrives_in_order:
+            return received
+        gathered = arriving.ahead
+        if gathered is None:
+            gathered = call.empty_rows(received, index.gathered_rows, received.shape[1])
+        gathered[on_device(index.places, gathered.device)] = received
+        del received  # before the rank's own rows are copied
+        if arriving.ahead is None:
+            _put_own(index, key, value, gathered)
     return gathered
 
 
-def _start_return(call: Call, index: GatherIndex, grad_gathered: torch.Tensor) -> tuple[torch.Tensor, Transfer | None]:
-    returned = grad_gathered.new_empty(len(index.send_rows), grad_gathered.shape[1])
+def _put_own(index: GatherIndex, key: torch.Tensor, value: torch.Tensor, gathered: torch.Tensor) -> None:
+    """The rank's own rows to where they belong in (G, W)."""
+    own = gathered.new_empty(len(index.own_rows), gathered.shape[1])
+    pack_rows(key, value, index.own_rows, own)
+    gathered[on_device(index.own_places, gathered.device)] = own
+
+
+def _start_return(call: Call, index: GatherIndex, grad_gathered: torch.Tensor) -> _Arriving:
+    """Gradients of what was received, the way back: (S, W) of what was sent."""
     if not index.exchanges:
-        return returned, None
+        return _Arriving(grad_gathered, None)
     assert call.exchange is not None
-    sent = _take(grad_gathered, index.places)
-    return returned, call.exchange.all_to_all(sent, index.receive_counts, returned, index.send_counts)
-
-
-def _take(buffer: torch.Tensor, rows: Rows) -> torch.Tensor:
-    return buffer.index_select(0, on_device(rows, buffer.device))
+    with call.transport.begin():
+        sent = call.empty_rows(grad_gathered, len(index.places), grad_gathered.shape[1])
+        torch.index_select(grad_gathered, 0, on_device(index.places, grad_gathered.device), out=sent)
+        returned = call.empty_rows(grad_gathered, len(index.send_rows), grad_gathered.shape[1])
+        transfer = call.exchange.all_to_all(sent, index.receive_counts, returned, index.send_counts)
+        return _Arriving(returned, transfer)

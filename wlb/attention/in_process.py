@@ -135,6 +135,7 @@ def all_ranks_attention(
     scale: float | None = None,
     window_tokens: int | None = None,
     keep_gathered: bool = False,
+    kernel: str = "auto",
     mailbox: Mailbox | None = None,
 ) -> list[torch.Tensor]:
     """`sharded_attention` of every rank of `plan`, in one process.
@@ -142,7 +143,7 @@ def all_ranks_attention(
     Args:
         queries, keys, values: by rank, (T/cp, N, H), (T/cp, K, H), (T/cp, K, V).
         mailbox: counts what travels; one of its own by default.
-        plan, comm_type, scale, window_tokens, keep_gathered: as in `sharded_attention`.
+        plan, comm_type, scale, window_tokens, keep_gathered, kernel: as in `sharded_attention`.
 
     Returns:
         By rank, (T/cp, N, V).
@@ -163,6 +164,7 @@ def all_ranks_attention(
             scale=scale,
             window_tokens=window_tokens,
             keep_gathered=keep_gathered,
+            kernel=kernel,
         )
         for rank, (query, key, value) in enumerate(zip(queries, keys, values, strict=True))
     ]

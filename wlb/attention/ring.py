@@ -16,9 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
-from wlb.attention.call import Call, Gradients, Saved, add_rows, key_and_value, kv_rows
+from wlb.attention.call import Call, Gradients, Saved, add_rows, key_and_value, num_row_numbers, pack_rows
+from wlb.attention.device_rows import copy_to, on_device
 from wlb.attention.exchange import Transfer
 from wlb.attention.partial import Partial
+from wlb.attention.transport import Transport
 from wlb.sharding.index import RingIndex, RingStep, ring_index
 
 
@@ -28,9 +30,11 @@ class _Arrival:
 
     rows: torch.Tensor
     transfer: Transfer
+    transport: Transport
 
     def wait(self) -> torch.Tensor:
-        self.transfer.wait()
+        with self.transport.end():
+            self.transfer.wait()
         return self.rows
 
 
@@ -45,7 +49,7 @@ def forward(call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Ten
         yield
         rows = arrival.wait() if arrival is not None else None
         arrival = _start_step(call, index, step.distance + 1, key, value)
-        if rows is not None and step.phase.tasks:
+        if rows is not None and step.phase.num_tasks:
             step_key, step_value = key_and_value(rows, key, value)
             call.kernel.forward(partial, query, step_key, step_value, step.phase, call.scale)
     return Saved(out=partial.out.to(query.dtype), log_sum_exp=partial.log_sum_exp)
@@ -69,7 +73,7 @@ def backward(
         grad_rows = None
         if rows is not None:
             step_key, step_value = key_and_value(rows, key, value)
-            grad_rows = torch.zeros_like(rows, dtype=grads[0].dtype)
+            grad_rows = call.empty_rows(grads[0], *rows.shape).zero_()
             step_grads = (grads[0], *key_and_value(grad_rows, key, value))
             call.kernel.backward(step_grads, grad_out, query, step_key, step_value, *inputs, step.phase, call.scale)
         _add_returned(grads, returning)
@@ -83,26 +87,32 @@ def _start_step(call: Call, index: RingIndex, distance: int, key: torch.Tensor, 
     """None after the last step, and for a step in which this rank neither sends nor receives."""
     if distance > len(index.steps) or index.steps[distance - 1].is_idle:
         return None
-    step = index.steps[distance - 1]
-    sent = kv_rows(key, value, step.send_rows)
-    received = sent.new_empty(step.num_received, sent.shape[1])
-    return _shift(call, sent, received, distance)
+    step, row_numbers = index.steps[distance - 1], num_row_numbers(key, value)
+    if distance == 1:
+        copy_to(key.device, [s.send_rows for s in index.steps])
+    with call.transport.begin():
+        sent = call.empty_rows(key, len(step.send_rows), row_numbers)
+        pack_rows(key, value, step.send_rows, sent)
+        received = call.empty_rows(key, step.num_received, row_numbers)
+        return _shift(call, sent, received, distance)
 
 
 def _start_return(call: Call, step: RingStep, grad_rows: torch.Tensor) -> _Arrival:
     """Gradients of what was received, the way back."""
-    returned = grad_rows.new_empty(len(step.send_rows), grad_rows.shape[1])
-    return _shift(call, grad_rows, returned, -step.distance)
+    with call.transport.begin():
+        returned = call.empty_rows(grad_rows, len(step.send_rows), grad_rows.shape[1])
+        return _shift(call, grad_rows, returned, -step.distance)
 
 
 def _shift(call: Call, sent: torch.Tensor, received: torch.Tensor, distance: int) -> _Arrival:
     assert call.exchange is not None
     size = call.plan.cp_size
     receiver, sender = (call.rank + distance) % size, (call.rank - distance) % size
-    return _Arrival(received, call.exchange.shift(sent, receiver, received, sender))
+    return _Arrival(received, call.exchange.shift(sent, receiver, received, sender), call.transport)
 
 
 def _add_returned(grads: Gradients, returning: tuple[RingStep, _Arrival] | None) -> None:
     if returning is not None:
         step, arrival = returning
-        add_rows(grads[1:], step.send_rows, arrival.wait())
+        returned = arrival.wait()
+        add_rows(grads[1:], on_device(step.send_rows, returned.device), returned)

@@ -16,7 +16,9 @@ from wlb.attention import all_gather, ring
 from wlb.attention.call import Call, Gradients, Saved
 from wlb.attention.exchange import KvExchange
 from wlb.attention.kernels import kernel_for
+from wlb.attention.transport import Transport, transport_for
 from wlb.errors import ConfigError, ShardingError
+from wlb.sharding.index import visible_window
 from wlb.sharding.plan import ShardPlan
 
 CommType = Literal["all_gather", "p2p"]
@@ -53,6 +55,8 @@ def sharded_attention(
     scale: float | None = None,
     window_tokens: int | None = None,
     keep_gathered: bool = False,
+    kernel: str = "auto",
+    transport: Transport | None = None,
 ) -> torch.Tensor:
     """Causal attention inside each document of a micro-batch that is divided over ranks.
 
@@ -67,13 +71,15 @@ def sharded_attention(
         scale: factor on the scores, 1 / sqrt(H) by default.
         window_tokens: a query at position i sees keys (i - window_tokens, i]; all before it by default.
         keep_gathered: keep what "all_gather" fetched until backward; else it is fetched again.
+        kernel: what computes, by its name in `wlb.attention.kernels`; "auto" chooses.
+        transport: where rows are handled on their way; that of the device by default.
 
     Returns:
         (T/cp, N, V) in the dtype of `query`.
 
     Raises:
         ShardingError: the plan does not fit the tensors, the rank or the exchange.
-        ConfigError: an option, a dtype or a head size that cannot be used.
+        ConfigError: an option, a kernel, a dtype or a head size that cannot be used.
     """
     call = checked_call(
         query,
@@ -86,6 +92,8 @@ def sharded_attention(
         scale=scale,
         window_tokens=window_tokens,
         keep_gathered=keep_gathered,
+        kernel=kernel,
+        transport=transport,
     )
     function = _AllGatherAttention if comm_type == "all_gather" else _RingAttention
     out: torch.Tensor = function.apply(call, query, key, value)  # type: ignore[no-untyped-call]
@@ -173,6 +181,8 @@ def checked_call(
     scale: float | None,
     window_tokens: int | None,
     keep_gathered: bool,
+    kernel: str = "auto",
+    transport: Transport | None = None,
 ) -> Call:
     """The arguments of `sharded_attention`; raises as it does, before anything is sent."""
     if comm_type not in get_args(CommType):
@@ -183,17 +193,17 @@ def checked_call(
         raise ConfigError(f"keep_gathered is of comm_type all_gather, got {comm_type}")
     _check_plan(query, key, value, plan, rank, exchange)
     _check_heads(query, key, value, rank)
-    if window_tokens is not None and window_tokens >= max(plan.lengths, default=1):
-        window_tokens = None  # it hides no key
-    kernel = kernel_for(query.device)
-    kernel.check(query, value)
-    if window_tokens is not None and comm_type == "p2p" and plan.cp_size > 1 and not kernel.cuts_by_window:
+    window_tokens = visible_window(plan, window_tokens)
+    computing = kernel_for(query.device, kernel, query=query, value=value, window_tokens=window_tokens)
+    computing.check(query, value)
+    if window_tokens is not None and comm_type == "p2p" and plan.cp_size > 1 and not computing.cuts_by_window:
         raise ConfigError(f"window_tokens needs comm_type all_gather on CUDA, got p2p with a window of {window_tokens}")
     return Call(
         plan=plan,
         rank=rank,
         exchange=exchange,
-        kernel=kernel,
+        transport=transport or transport_for(query.device),
+        kernel=computing,
         scale=scale if scale is not None else 1 / math.sqrt(query.shape[-1]),
         window=window_tokens,
         keep_gathered=keep_gathered,
