@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Compare every patch with the installed packages; exits with 1 when one was written against other source."""
+"""Compare every patch with the installed packages; exits with 1 when one was written against something else.
+
+What a patch wants is the digest of its target's source, or the name of a contract that the target must keep. A package
+that training does without, like Transformer Engine, may be "not installed"."""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def main(argv: Sequence[str]) -> None:
 
         states = [check(patch) for patch in every_patch()]
     print(patch_table(states))
-    drifted = [f"{s.patch.target}: {s.problem}" for s in states if s.problem]
+    drifted = [f"{s.patch.target}: {s.problem}" for s in states if s.problem and not s.absent]
     if drifted:
         raise PatchError(f"{len(drifted)} of {len(states)} patches do not fit: {'; '.join(drifted)}")
 

@@ -236,9 +236,12 @@ def adapt_megatron_arguments(args: Namespace) -> list[str]:
     if args.dataloader_save is None:
         args.dataloader_save = args.save
     args.dataloader_type = "external"
-    if args.context_parallel_size > 1 and args.apply_rope_fusion:
+    if args.context_parallel_size > 1 and args.multi_latent_attention and args.apply_rope_fusion:
         args.apply_rope_fusion = False
-        said.append("--no-rope-fusion is switched on: fused kernels rotate by the positions of Megatron's own split")
+        said.append(
+            "--no-rope-fusion is switched on: the fused kernels of multi-latent attention rotate by the positions of "
+            "Megatron's own split"
+        )
     said.append(
         "--num-workers does not apply: planning reads lengths and each rank reads its own tokens from the memory map"
     )

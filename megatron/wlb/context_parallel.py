@@ -51,6 +51,11 @@ def _num_kv_heads(args: Namespace) -> int:
     return int(args.num_query_groups if grouped else args.num_attention_heads)
 
 
+def shards_transformer_engine(args: Namespace) -> bool:
+    """Whether planned calls reach us through Transformer Engine's attention layers."""
+    return args.transformer_impl == "transformer_engine" and bool(args.context_parallel_size > 1)
+
+
 def attention_rules(args: Namespace) -> list[tuple[str, object, bool, str]]:
     """(option, value, whether it is refused, rule): what our attention and its context parallelism cannot do."""
     on_cuda = args.distributed_backend == "nccl"
@@ -96,19 +101,37 @@ def attention_rules(args: Namespace) -> list[tuple[str, object, bool, str]]:
             ("--qk-clip", True, bool(args.qk_clip), "must be off"),
             ("--log-max-attention-logit", True, bool(args.log_max_attention_logit), "must be off"),
             (
-                "--attention-backend",
-                args.attention_backend.name,
-                args.transformer_impl != "local" and args.attention_backend.name != "auto",
-                "must be auto with context parallelism (attention is ours then)",
-            ),
-            (
                 "--kv-channels",
                 _head_size(args),
                 on_cuda and _head_size(args) > MOST_HEAD_SIZE,
                 f"(with multi-latent attention, the head's parts together) must be <= {MOST_HEAD_SIZE} on CUDA",
             ),
         ]
+    if shards_transformer_engine(args):
+        rules += _transformer_engine_rules(args)
     return rules
+
+
+def _transformer_engine_rules(args: Namespace) -> list[tuple[str, object, bool, str]]:
+    """With context parallelism; what its layers would refuse in the first step, or hand on to us to refuse."""
+    backend = args.attention_backend.name
+    with_cp = "with --transformer-impl transformer_engine and context parallelism"
+    return [
+        (
+            "--attention-backend",
+            backend,
+            backend not in ("auto", "flash", "fused"),
+            f"must be auto, flash or fused {with_cp}",
+        ),
+        (
+            "--deterministic-mode",
+            True,
+            bool(args.deterministic_mode),
+            f"must be off {with_cp} (gradients of keys and values are added up in no fixed order)",
+        ),
+        ("--fp8-dot-product-attention", True, bool(getattr(args, "fp8_dot_product_attention", False)), "must be off"),
+        ("--fp8-multi-head-attention", True, bool(getattr(args, "fp8_multi_head_attention", False)), "must be off"),
+    ]
 
 
 def _head_size(args: Namespace) -> int:

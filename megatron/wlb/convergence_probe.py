@@ -128,10 +128,11 @@ def _model(args: Any, weights: dict[str, Any]) -> torch.nn.Module:
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.models.gpt import GPTModelBuilder
 
+    from megatron.wlb.core_attention import GroupExchanges
     from megatron.wlb.layer_spec import packed_layer_spec
 
     config = gpt_config_from_args(args)
-    config.transformer_layer_spec = packed_layer_spec(keep_gathered_kv=False)
+    config.transformer_layer_spec = packed_layer_spec(GroupExchanges(), keep_gathered_kv=False)
     config.transformer.variable_seq_lengths = True
     model: torch.nn.Module = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups()).cuda()
     missing, unexpected = model.load_state_dict(weights, strict=False)

@@ -1,11 +1,14 @@
-"""The core attention of packed runs: with context parallelism always, else where Transformer Engine is not used."""
+"""The core attention of packed runs where Transformer Engine is not used."""
 
 from __future__ import annotations
 
 import math
+from argparse import Namespace
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -13,8 +16,26 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron.wlb.packed_seq_params import PlannedPackedSeqParams
-from wlb.attention import CommType, GroupExchange, sharded_attention
+from wlb.attention import CommType, GroupExchange, KvExchange, sharded_attention
 from wlb.errors import ConfigError
+
+
+class GroupExchanges:
+    """The exchanges of a run, one for each context-parallel group.
+
+    Layers ask for theirs while the model is built: all ranks of a group build the same layers in the same order, so
+    they make its exchange together, as `GroupExchange` asks, before a step has any message under way.
+    """
+
+    def __init__(self, make: Callable[[Any], KvExchange] = GroupExchange) -> None:
+        self._make = make
+        self._made: dict[Any, KvExchange] = {}
+
+    def of(self, group: dist.ProcessGroup) -> KvExchange:
+        """Made in the first call for a group: a collective among its ranks."""
+        if group not in self._made:
+            self._made[group] = self._make(group)
+        return self._made[group]
 
 
 class PackedCoreAttention(MegatronModule):
@@ -25,6 +46,9 @@ class PackedCoreAttention(MegatronModule):
 
     keep_gathered_kv: ClassVar[bool] = False
     """Whether keys and values of other ranks are kept for the backward pass instead of being gathered again."""
+
+    exchanges: ClassVar[GroupExchanges | None] = None
+    """Of the run; needed with context parallelism only."""
 
     def __init__(
         self,
@@ -43,14 +67,15 @@ class PackedCoreAttention(MegatronModule):
         if dropout != 0:
             raise ConfigError(f"--attention-dropout must be 0 with --wlb-packing, got {dropout}")
         self.scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
-        if config.apply_query_key_layer_scaling:
-            self.scale /= max(1, layer_number)
-        self.window_tokens = _window_tokens(config, layer_number)
+        # Nothing to do for apply_query_key_layer_scaling: upstream divides scores by the layer's number for the range
+        # of fp16, and multiplies by it in the softmax.
+        self.window_tokens = window_tokens(config, layer_number)
         self._comm_type = cast(CommType, cp_comm_type or "all_gather")
-        self._exchange = None
+        self._exchange: KvExchange | None = None
         if config.context_parallel_size > 1:
             groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
-            self._exchange = GroupExchange(groups.cp)
+            assert self.exchanges is not None
+            self._exchange = self.exchanges.of(groups.cp)
 
     def forward(
         self,
@@ -80,14 +105,20 @@ class PackedCoreAttention(MegatronModule):
         return out.reshape(out.shape[0], -1)
 
 
-class KeepingCoreAttention(PackedCoreAttention):
-    """Trades memory for communication: see `keep_gathered_kv`."""
+def packed_core_attention(exchanges: GroupExchanges, *, keep_gathered_kv: bool) -> type[PackedCoreAttention]:
+    """`PackedCoreAttention` with what a run chose, for a layer spec, which holds classes."""
+    return type(
+        PackedCoreAttention.__name__,
+        (PackedCoreAttention,),
+        {"exchanges": exchanges, "keep_gathered_kv": keep_gathered_kv},
+    )
 
-    keep_gathered_kv = True
 
+def window_tokens(config: TransformerConfig | Namespace, layer_number: int) -> int | None:
+    """Keys that a query sees, its own included; None without a limit. Megatron counts the keys before its own.
 
-def _window_tokens(config: TransformerConfig, layer_number: int) -> int | None:
-    """Keys that a query sees, its own included; None without a limit. Megatron counts the keys before its own."""
+    config: or the arguments from which it is made.
+    """
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return None
     assert config.window_size is not None

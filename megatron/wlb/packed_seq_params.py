@@ -1,8 +1,8 @@
 """Megatron's description of a packed sequence, carrying the plan by which it was made.
 
-Extra fields of a subclass travel through the model untouched: Transformer Engine is handed the fields of the
-base class only. So the plan goes with the micro-batch, also when activations are recomputed, and never
-through a global.
+Extra fields of a subclass travel through the model untouched, but Transformer Engine is handed the fields of the base
+class only, and RoPE nothing but `cu_seqlens`. So that tensor carries the plan as well: it is the same object wherever
+it arrives, also when activations are recomputed, and nothing goes through a global.
 """
 
 from __future__ import annotations
@@ -17,8 +17,30 @@ from wlb.documents import MicroBatch
 from wlb.sharding import ShardPlan
 from wlb.sharding.plan import unsharded
 
-# The one attribute we add to a tensor: RoPE is handed `cu_seqlens` and nothing else of the pack.
-POSITIONS_ATTRIBUTE = "wlb_positions"
+_ATTRIBUTE = "wlb_planned_rows"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRows:
+    """Which tokens the rows of a tensor are.
+
+    plan: of the micro-batch. cp_rank: whose rows.
+    position_ids: (S,) position in its document of each row, on the device.
+    """
+
+    plan: ShardPlan
+    cp_rank: int
+    position_ids: torch.Tensor
+
+
+def mark_planned(cu_seqlens: torch.Tensor, rows: PlannedRows) -> None:
+    """Let this very tensor (no copy or view of it) carry the plan."""
+    setattr(cu_seqlens, _ATTRIBUTE, rows)
+
+
+def planned_rows(cu_seqlens: torch.Tensor | None) -> PlannedRows | None:
+    """What the tensor carries; None for one of another origin."""
+    return getattr(cu_seqlens, _ATTRIBUTE, None)
 
 
 @dataclass
@@ -41,20 +63,28 @@ class PlannedPackedSeqParams(PackedSeqParams):
 
 
 def packed_seq_params(
-    micro_batch: MicroBatch, plan: ShardPlan, cp_rank: int, *, position_ids: torch.Tensor, max_positions: int
+    micro_batch: MicroBatch,
+    plan: ShardPlan,
+    cp_rank: int,
+    *,
+    position_ids: torch.Tensor,
+    max_positions: int,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> PlannedPackedSeqParams:
     """Describe a packed micro-batch to Megatron's attention.
 
     Args:
         position_ids: (S,) position in its document of every token that `cp_rank` holds, on the device.
         max_positions: no document is longer; RoPE's table never has to be.
+        cu_seqlens: (segments + 1,) int32 of the whole pack, on the device, and nobody else's; made here by default.
 
     `max_seqlen` is the longest segment rounded up to a power of two: Megatron caches one RoPE table for every
     value that it sees.
     """
-    segments = tuple(accumulate(plan.lengths, initial=0))
-    cu_seqlens = torch.tensor(segments, dtype=torch.int32).pin_memory().cuda(non_blocking=True)
-    setattr(cu_seqlens, POSITIONS_ATTRIBUTE, position_ids)
+    if cu_seqlens is None:
+        segments = tuple(accumulate(plan.lengths, initial=0))
+        cu_seqlens = torch.tensor(segments, dtype=torch.int32).pin_memory().cuda(non_blocking=True)
+    mark_planned(cu_seqlens, PlannedRows(plan=plan, cp_rank=cp_rank, position_ids=position_ids))
     longest = max(plan.lengths)
     max_seqlen = max(longest, min(1 << (longest - 1).bit_length(), max_positions))
     return PlannedPackedSeqParams(

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from wlb.errors import ConfigError, WlbError
+from wlb.errors import WlbError
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def run(argv: Sequence[str] | None = None) -> None:
             print_rank_0(f"> {sentence}")
         options = wlb_options(args)
         if options is None:
-            _pretrain(args, stock.dataset_provider(args), stock.forward_step(args))
+            _pretrain(args, stock.dataset_provider(args), stock.forward_step(args), layer_spec=None)
         else:
             _train_packed(args, options, on_cpu=on_cpu)
 
@@ -59,20 +59,20 @@ def _train_packed(args: Namespace, options: Any, *, on_cpu: bool) -> None:
     from megatron.training.utils import print_rank_0
 
     from megatron.wlb.arguments import adapt_megatron_arguments
+    from megatron.wlb.context_parallel import shards_transformer_engine
+    from megatron.wlb.core_attention import GroupExchanges
     from megatron.wlb.data_provider import packed_dataset_provider, packer_options
+    from megatron.wlb.layer_spec import packed_layer_spec
     from megatron.wlb.parallel import ParallelDims
-    from megatron.wlb.patches import dataloader_state, log_line, moe_metrics, rope_thd, schedule
+    from megatron.wlb.patches import dataloader_state, log_line, moe_metrics, rope_thd, schedule, te_context_parallel
     from megatron.wlb.patches.registry import applied
     from megatron.wlb.pipeline import run_planned
     from megatron.wlb.step import packed_forward_step
+    from megatron.wlb.step_clock import DeviceClock, HostClock
     from megatron.wlb.telemetry import Telemetry
     from megatron.wlb.token_files import open_token_files
     from wlb.packing import build_packer
 
-    if options.timeline is not None and not on_cpu:
-        raise ConfigError(
-            "--wlb-timeline must be unset on CUDA in this version: host time stamps do not say when the device worked"
-        )
     for sentence in adapt_megatron_arguments(args):
         print_rank_0(f"> --wlb-packing: {sentence}")
     files = open_token_files(args, vocab_size=args.padded_vocab_size)
@@ -92,7 +92,7 @@ def _train_packed(args: Namespace, options: Any, *, on_cpu: bool) -> None:
     )
     steps: list[Any] = []
     telemetry = Telemetry(
-        measures=on_cpu,
+        clock=HostClock() if on_cpu else DeviceClock(),
         log_interval=args.tensorboard_log_interval,
         iteration=lambda: (
             args.curr_iteration + 1,
@@ -115,24 +115,28 @@ def _train_packed(args: Namespace, options: Any, *, on_cpu: bool) -> None:
         moe_metrics.make_patch(nominal_over_run),
         dataloader_state.make_patch(lambda: ParallelDims.current().cp_rank == 0),
     ]
+    exchanges, keep = GroupExchanges(), options.keep_gathered_kv
+    if shards_transformer_engine(args):
+        patches.append(te_context_parallel.make_patch(exchanges, keep_gathered=keep))
     provider = packed_dataset_provider(args, options, files, packer, ParallelDims.current, steps.append)
     with applied(patches):
         try:
-            _pretrain(args, provider, packed_forward_step, options)
+            layer_spec = packed_layer_spec(exchanges, keep_gathered_kv=keep)
+            _pretrain(args, provider, packed_forward_step, layer_spec=layer_spec)
         finally:
             for planned in steps:
                 planned.close()
+            telemetry.close()
 
 
-def _pretrain(args: Namespace, provider: Any, forward_step: Any, options: Any = None) -> None:
+def _pretrain(args: Namespace, provider: Any, forward_step: Any, *, layer_spec: Any) -> None:
+    """layer_spec: of a packed run; None for a stock one."""
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
     model = gpt_config_from_args(args)
-    if options is not None:
-        from megatron.wlb.layer_spec import packed_layer_spec
-
-        model.transformer_layer_spec = packed_layer_spec(keep_gathered_kv=options.keep_gathered_kv)
+    if layer_spec is not None:
+        model.transformer_layer_spec = layer_spec
         model.transformer.variable_seq_lengths = True
     pretrain(pretrain_cfg_container_from_args(args, model), provider, ModelType.encoder_or_decoder, forward_step)

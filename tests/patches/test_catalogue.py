@@ -33,4 +33,8 @@ def test_the_readme_has_a_row_for_each() -> None:
 @pytest.mark.filterwarnings("ignore:Transformer Engine and Apex are not installed")
 @pytest.mark.parametrize("patch", every_patch(), ids=lambda p: p.target)
 def test_fits_the_installed_version(patch: Patch) -> None:
-    assert check(patch).problem == ""
+    state = check(patch)
+    if state.absent:
+        assert state.problem == f"{patch.distribution} is not installed"
+    else:
+        assert state.problem == ""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron.wlb.patches.registry import Patch, applied, check, digest_of
+from megatron.wlb.patches.registry import Contract, Patch, applied, check, digest_of
 from wlb.errors import PatchError
 
 HOME = """
@@ -121,6 +121,10 @@ def test_a_failing_replacement_leaves_nothing_behind(home: Any) -> None:
         ({"distribution": "no-such-distribution"}, "no-such-distribution is not installed"),
         ({"target": "patched_home:gone"}, "patched_home has no gone in pytest"),
         ({"target": "patched_nowhere:double"}, "patched_nowhere cannot be imported from pytest"),
+        (
+            {"source_digest": "", "contract": Contract(name="two", problem=lambda _home, f: f"wanted {f(1) + 1}")},
+            r"patch of patched_home:double does not fit: wanted 3 \(pytest \d",
+        ),
     ],
 )
 def test_a_mismatch_names_target_wanted_and_found(home: Any, changes: dict[str, Any], sentence: str) -> None:
@@ -138,6 +142,41 @@ def test_nothing_is_applied_when_one_of_several_does_not_fit(home: Any) -> None:
     assert str(raised.value).count("patch of patched_home:triple does not fit") == 2
     assert made == []
     assert (home.double, home.triple) == originals
+
+
+def test_a_contract_stands_for_the_digest(home: Any) -> None:
+    """It sees the target's module and the target; the digest found is shown all the same."""
+    seen: list[Any] = []
+    contract = Contract(name="anything", problem=lambda *found: str(seen.append(found) or ""))  # type: ignore[func-returns-value]
+    patch = _patch(home, "double", source_digest="", contract=contract)
+    state = check(patch)
+    assert (patch.wanted, state.problem, state.digest) == ("anything", "", digest_of(home.double))
+    assert seen == [(home, home.double)]
+    with applied([patch]):
+        assert home.double(1) == 102
+
+
+@pytest.mark.parametrize("changes", [{"source_digest": ""}, {"contract": Contract(name="", problem=lambda *_: "")}])
+def test_a_patch_says_in_one_way_what_it_was_written_against(home: Any, changes: dict[str, Any]) -> None:
+    with pytest.raises(PatchError, match="patched_home:double must have a source_digest or a contract, and not both"):
+        _patch(home, "double", **changes)
+
+
+def test_only_an_optional_distribution_may_be_absent(home: Any) -> None:
+    """A run that needs the patch cannot do without, though."""
+    nowhere = _patch(home, "double", distribution="no-such-distribution")
+    optional = replace(nowhere, optional=True)
+    assert [check(p).absent for p in (nowhere, optional)] == [False, True]
+    assert not check(_patch(home, "double", optional=True)).absent
+    with pytest.raises(PatchError, match="no-such-distribution is not installed"), applied([optional]):
+        pytest.fail("the block must not run")
+
+
+def test_a_package_that_fails_to_import_in_any_way_is_a_mismatch(home: Any, tmp_path: Path) -> None:
+    (tmp_path / "patched_broken.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')\n")
+    state = check(_patch(home, "double", target="patched_broken:double"))
+    assert "patched_broken cannot be imported from pytest" in state.problem
+    assert "libcuda.so.1" in state.problem
 
 
 def test_the_digest_is_that_of_the_source(home: Any) -> None:

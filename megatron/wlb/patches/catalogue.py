@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from megatron.wlb.patches import compile_helpers, dataloader_state, log_line, moe_metrics, rope_thd, schedule
+from megatron.wlb.core_attention import GroupExchanges
+from megatron.wlb.patches import (
+    compile_helpers,
+    dataloader_state,
+    log_line,
+    moe_metrics,
+    rope_thd,
+    schedule,
+    te_context_parallel,
+)
 from megatron.wlb.patches.registry import Patch, PatchState
 
 _HEADINGS = ("target", "distribution", "versions", "installed", "wanted", "found", "state")
@@ -16,6 +25,7 @@ def every_patch() -> tuple[Patch, ...]:
     return (
         compile_helpers.PATCH,
         rope_thd.PATCH,
+        te_context_parallel.make_patch(GroupExchanges(_not_in_a_run), keep_gathered=False),
         schedule.make_patch(_not_in_a_run),
         log_line.make_patch(_not_in_a_run),
         moe_metrics.make_patch(_not_in_a_run),
@@ -31,9 +41,9 @@ def patch_table(states: Sequence[PatchState]) -> str:
             s.patch.distribution,
             s.patch.versions,
             s.version or "-",
-            s.patch.source_digest,
+            s.patch.wanted,
             s.digest or "-",
-            "DRIFTED" if s.problem else "fits",
+            "not installed" if s.absent else "DRIFTED" if s.problem else "fits",
         )
         for s in states
     ]

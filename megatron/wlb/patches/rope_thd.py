@@ -1,10 +1,12 @@
-"""megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd
+"""megatron.core.models.common.embeddings.rope_utils:apply_rotary_pos_emb
 
-Upstream reads the lengths of the documents back from the device and walks over them in Python, for queries and for
-keys, in every layer. It assumes the zig-zag layout of context parallelism, and it takes its table for "one row per
-packed token" whenever the table happens to be as long as the pack: every document but the first is then rotated by
-its position in the pack. (Attention sees differences of positions only, so without context parallelism that costs
-precision and no more.) A micro-batch of ours brings the position of each token, so one gather does.
+For packed sequences upstream reads the lengths of the documents back from the device and walks over them in Python,
+for queries and for keys, in every layer; with fusion, Transformer Engine's kernel finds them. Both assume the zig-zag
+layout of context parallelism, and the first takes its table for "one row per packed token" whenever the table happens
+to be as long as the pack: every document but the first is then rotated by its position in the pack. (Attention sees
+differences of positions only, so without context parallelism that costs precision and no more.) A micro-batch of ours
+brings the position of each token: its rows of the table are gathered, and upstream rotates as if they were a sequence
+of their own, fused or not.
 Seam that failed: RoPE is applied inside `SelfAttention.forward`, between the projection and the core attention.
 """
 
@@ -15,41 +17,33 @@ from typing import Any
 
 import torch
 
-from megatron.wlb.packed_seq_params import POSITIONS_ATTRIBUTE
+from megatron.wlb.packed_seq_params import planned_rows
 from megatron.wlb.patches.registry import Patch
 
 
 def _make(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    from megatron.core.models.common.embeddings import rope_utils
-
-    def apply_rotary_pos_emb_thd(
+    def apply_rotary_pos_emb(
         t: torch.Tensor,
-        cu_seqlens: torch.Tensor,
         freqs: torch.Tensor,
-        rotary_interleaved: bool = False,
-        mla_rotary_interleaved: bool = False,
-        mscale: float = 1.0,
-        **others: Any,
+        config: Any,
+        cu_seqlens: torch.Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> torch.Tensor:
-        rotation: dict[str, Any] = {
-            "rotary_interleaved": rotary_interleaved,
-            "mla_rotary_interleaved": mla_rotary_interleaved,
-            "mscale": mscale,
-        }
-        positions = getattr(cu_seqlens, POSITIONS_ATTRIBUTE, None)
-        if positions is None:
-            return original(t, cu_seqlens, freqs, **rotation, **others)
-        angles = freqs[positions]  # (P, 1, 1, H) -> (T, 1, 1, H)
-        return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), angles, **rotation).squeeze(1)
+        rows = planned_rows(cu_seqlens)
+        if rows is None:
+            return original(t, freqs, config, cu_seqlens, *args, **kwargs)
+        angles = freqs[rows.position_ids]  # (P, 1, 1, H) -> (T, 1, 1, H)
+        return original(t.unsqueeze(1), angles, config, None, *args, **kwargs).squeeze(1)
 
-    return apply_rotary_pos_emb_thd
+    return apply_rotary_pos_emb
 
 
 PATCH = Patch(
-    target="megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd",
+    target="megatron.core.models.common.embeddings.rope_utils:apply_rotary_pos_emb",
     distribution="megatron-core",
     versions=">=0.19.2,<0.20",
-    source_digest="99798acffbb2e50c",
+    source_digest="6ebc796813c1ef91",
     reason="it synchronises with the device in every layer, and rotates by other positions than the plan's",
     make=_make,
 )
