@@ -36,7 +36,7 @@ TRAINING=(
 )
 DATA=(
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$corpus/tokenizer.model"
-    --data-path "$corpus/corpus_text_document" --split 100,0,0
+    --data-path "$corpus/corpus_text_document" --split "100,0,0"
 )
 case $layout in
 pp2) LAYOUT_FLAGS=(--pipeline-model-parallel-size 2) ;;
