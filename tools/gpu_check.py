@@ -1,108 +1,157 @@
 #!/usr/bin/env python3
-"""Check the packed path on this machine: kernels and model against a float64 oracle, then short training runs."""
+"""Check the packed path on this machine: kernels and model against a float64 oracle, short training runs, and costs.
+
+Sections run in a process of their own: what one of them does to its device or its process costs none of the others.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
 import tempfile
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.wlb.gpu_check_page import NOT_CHECKED, footer, header, section
+from megatron.wlb.gpu_check_results import Result, measured_by
+from megatron.wlb.gpu_check_supervision import supervise
 from wlb.command_line import run_tool
+from wlb.cost import TransformerShape
 from wlb.data.atomic_files import atomic_path
 from wlb.errors import ConfigError, WlbError
 
+SECONDS = {"cuda": 465.0, "cpu": 420.0}
+"""For the whole check: nothing is begun after them, and what runs then is stopped."""
+
+
+MODELS = {
+    # Of 8B parameters.
+    "cuda": {
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "ffn_hidden_size": 14_336,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "kv_channels": 128,
+        "vocab_size": 128_256,
+    },
+    "cpu": {
+        "num_layers": 4,
+        "hidden_size": 32,
+        "ffn_hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 8,
+        "vocab_size": 256,
+    },
+}
+
 
 class CheckFailed(WlbError):
-    """At least one check did not pass."""
+    """At least one section did not pass."""
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu is a rehearsal for CI.")
-    parser.add_argument("--json", type=Path, help="Write all that was measured here.")
+    parser.add_argument("--json", type=Path, help="Write all that was measured here, after each section.")
+    parser.add_argument("--cost-profile", type=Path, help="Write what --wlb-cost-profile takes, for the model below.")
+    parser.add_argument("--seconds", type=float, help=f"For the whole check; by default {SECONDS}.")
+    parser.add_argument("--wheels", type=Path, help="Taken by scripts/gpu_check.sh: packages that python lacks.")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    model = parser.add_argument_group("model whose costs are profiled", "As in training; each has a default.")
+    for name in MODELS["cuda"]:
+        model.add_argument(flag_of(name), type=int, help=", ".join(f"{d}: {m[name]}" for d, m in MODELS.items()))
+    model.add_argument("--no-swiglu", action="store_true", help="The MLP has no gate.")
+    model.add_argument("--tensor-model-parallel-size", type=int, default=1, help="The costs are of one of these ranks.")
     return parser
 
 
+def shape_of(args: argparse.Namespace) -> TransformerShape:
+    """What one tensor-parallel rank has of the model. Raises ConfigError if it cannot be divided."""
+    given = {name: getattr(args, name) for name in MODELS[args.device] if getattr(args, name) is not None}
+    sizes = MODELS[args.device] | given
+    ranks = args.tensor_model_parallel_size
+    for name in ("ffn_hidden_size", "num_attention_heads", "num_query_groups", "vocab_size"):
+        if ranks < 1 or sizes[name] % ranks:
+            raise ConfigError(
+                f"--tensor-model-parallel-size must be >= 1 and divide {flag_of(name)} {sizes[name]}, got {ranks}"
+            )
+        sizes[name] //= ranks
+    return TransformerShape(head_size=sizes.pop("kv_channels"), gated=not args.no_swiglu, **sizes)
+
+
+def flag_of(name: str) -> str:
+    """`num_layers` -> `--num-layers`."""
+    return "--" + name.replace("_", "-")
+
+
 def main(argv: Sequence[str]) -> None:
-    """Run every check and print a page.
+    """Run every section and print a page.
 
     Raises:
-        ConfigError: the device is not there. CheckFailed: naming what failed, once everything has run.
+        ConfigError: the device is not there, or the model cannot be. CheckFailed: naming what failed, once all has run.
     """
     args = make_parser().parse_args(argv)
-    with warnings.catch_warnings(), _quiet_logging():
-        # Upstream's notices of what it falls back to: the page says it, and what is lost by it.
-        warnings.simplefilter("ignore")
-        _check(args)
+    if args.wheels is not None:
+        raise ConfigError(f"--wheels must be given to scripts/gpu_check.sh, which installs them, got {args.wheels}")
+    shape = shape_of(args)
+    if args.worker is not None:
+        from megatron.wlb.gpu_check_worker import work
 
-
-def _check(args: argparse.Namespace) -> None:
-    import torch
-
-    if torch.cuda.is_available() != (args.device == "cuda"):
-        have = "one" if torch.cuda.is_available() else "none"
-        raise ConfigError(
-            f"--device must be cuda where there is a CUDA device and cpu elsewhere, got {args.device}: "
-            f"there is {have} (scripts/gpu_check.sh hides it for cpu)"
-        )
-    from megatron.wlb.cpu import cpu_as_device
-    from megatron.wlb.environment import package_sentences
-    from megatron.wlb.gpu_check import environment, run_checks
-    from megatron.wlb.parallel import single_process
-    from megatron.wlb.patches import rope_thd
-    from megatron.wlb.patches.registry import applied
-
-    facts = environment(args.device)
-    print(f"python {facts['python']}, torch {facts['torch']}, CUDA {facts['cuda']}, on {facts['device']}")
-    print("\n".join(package_sentences()), flush=True)
-    results = []
-    backend = "nccl" if args.device == "cuda" else "gloo"
+        work(args.device, args.worker, seconds=args.seconds, shape=shape)
+        return
+    begin_s = time.monotonic()
+    results: list[Result] = []
+    environment: dict[str, Any] = {}
+    command = [sys.executable, str(Path(__file__).resolve()), *argv]
+    total_s = args.seconds or SECONDS[args.device]
     with (
         tempfile.TemporaryDirectory(prefix="gpu-check-") as folder,
-        cpu_as_device(),
-        applied([rope_thd.PATCH]),
-        single_process(backend),
+        # Closed at once where this is interrupted: a worker holds the device.
+        closing(supervise([*command, "--worker", folder], Path(folder), total_s=total_s)) as told,
     ):
-        for result in run_checks(args.device, Path(folder)):
-            results.append(result)
-            print(f"\n{'ok  ' if result.passed else 'FAIL'} {result.name} ({result.duration_s:.1f} s)")
-            print(f"     rule: {result.rule}")
-            for name, value in result.measured.items():
-                print(f"     {name}: {_text(value)}")
-            sys.stdout.flush()
-    failed = [result.name for result in results if not result.passed]
+        for message in told:
+            if isinstance(message, Result):
+                results.append(message)
+                print("\n".join(["", *section(message)]), flush=True)
+            else:
+                environment = message
+                print("\n".join(header(environment)), flush=True)
+            _save(args, environment, results, time.monotonic() - begin_s, complete=False)
+    _save(args, environment, results, time.monotonic() - begin_s, complete=True)
+    print("\n".join(["", *footer(results, environment["device"], time.monotonic() - begin_s)]))
+    if failed := [result.name for result in results if not result.passed]:
+        raise CheckFailed(f"{len(failed)} of {len(results)} sections failed: {'; '.join(failed)}")
+
+
+def _save(
+    args: argparse.Namespace, environment: dict[str, Any], results: list[Result], seconds: float, *, complete: bool
+) -> None:
+    """What there is so far, so that a check that is stopped leaves what it found."""
     if args.json is not None:
-        page = {"device": args.device, "environment": facts, "passed": not failed, "checks": [*map(asdict, results)]}
+        page = {
+            "device": args.device,
+            "environment": environment,
+            "passed": complete and all(r.passed for r in results),
+            "complete": complete,
+            "seconds": round(seconds, 1),
+            "not_checked": NOT_CHECKED,
+            "sections": [asdict(r) for r in results],
+        }
         with atomic_path(args.json) as path:
             path.write_text(json.dumps(page, indent=1) + "\n", encoding="utf-8")
-    print(f"\n{len(results) - len(failed)} of {len(results)} checks passed on {facts['device']}")
-    if failed:
-        raise CheckFailed(f"{len(failed)} of {len(results)} checks failed: {'; '.join(failed)}")
-
-
-@contextmanager
-def _quiet_logging() -> Iterator[None]:
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_text(v)}" for name, v in value.items())
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    profile = measured_by(results, "cost profile").get("given")
+    if args.cost_profile is not None and profile is not None:
+        with atomic_path(args.cost_profile) as path:
+            path.write_text(json.dumps(profile["profile"], indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

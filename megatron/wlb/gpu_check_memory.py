@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
+from megatron.wlb.gpu_check_packs import Tensors, by_rank, draw_pack
 from megatron.wlb.gpu_check_rank_times import TimesScale, draw_lengths
-from megatron.wlb.gpu_check_rule import Tensors
-from megatron.wlb.gpu_check_sharding import by_rank, draw_pack
 from wlb.attention import KvExchange, Mailbox, Transfer
 from wlb.attention.in_process import in_lockstep
 from wlb.attention.sharded import checked_call, path_of

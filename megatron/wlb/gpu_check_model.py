@@ -44,6 +44,8 @@ class SmallGpt:
     init_std: of the weights; large, so that a wrong angle moves the result visibly.
     weight_dtype: weights are rounded to it, whatever the model computes in: a bfloat16 model and its float64
         oracle then hold the same weights.
+    ffn_hidden_size, head_size: by default twice the hidden size, and the hidden size over the heads.
+    gated: SwiGLU. draw_on_device: fast for a large model, but other weights than another device would draw.
     """
 
     num_layers: int = 2
@@ -58,6 +60,10 @@ class SmallGpt:
     init_std: float = 0.25
     weight_dtype: torch.dtype = torch.float32
     seed: int = 1
+    ffn_hidden_size: int | None = None
+    head_size: int | None = None
+    gated: bool = False
+    draw_on_device: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +101,8 @@ def packed_gpt(shape: SmallGpt, dtype: torch.dtype, *, transformer_engine: bool)
 
         block = _block(get_gpt_layer_with_transformer_engine_spec(), shape, TENorm)
         model = _build(shape, dtype, block, "transformer_engine")
-        _copy_weights(stock_gpt(shape, dtype), model)
+        if not shape.draw_on_device:
+            _copy_weights(stock_gpt(shape, dtype), model)
         return model
     layer = get_gpt_layer_local_spec(normalization=shape.normalization)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = WrappedTorchNorm
@@ -167,15 +174,18 @@ def _build(shape: SmallGpt, dtype: torch.dtype, block: TransformerBlockSubmodule
     config = TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
-        ffn_hidden_size=2 * shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size or 2 * shape.hidden_size,
         num_attention_heads=shape.num_heads,
         num_query_groups=shape.num_query_groups,
+        kv_channels=shape.head_size,
+        **({"gated_linear_unit": True, "activation_func": torch.nn.functional.silu} if shape.gated else {}),
+        add_bias_linear=not shape.gated,
         normalization=shape.normalization,
         rotary_interleaved=shape.rotary_interleaved,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=shape.init_std,
-        use_cpu_initialization=True,
+        use_cpu_initialization=not shape.draw_on_device,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         pipeline_dtype=dtype,
@@ -193,7 +203,8 @@ def _build(shape: SmallGpt, dtype: torch.dtype, block: TransformerBlockSubmodule
         position_embedding_type=shape.position_embedding,
         share_embeddings_and_output_weights=False,
     )
-    return model.to(shape.weight_dtype).to(dtype).cuda()
+    # Also what was drawn on the device: PyTorch's norms keep float32 otherwise.
+    return (model if shape.draw_on_device else model.to(shape.weight_dtype)).to(dtype).cuda()
 
 
 def _copy_weights(source: GPTModel, target: GPTModel) -> None:

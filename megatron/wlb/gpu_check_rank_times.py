@@ -17,8 +17,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from megatron.wlb.gpu_check_rule import Tensors
-from megatron.wlb.gpu_check_sharding import Heads, draw_pack, in_pack_order
+from megatron.wlb.gpu_check_packs import Heads, Tensors, draw_pack, in_pack_order
 from megatron.wlb.gpu_check_stopwatch import time_plan
 from wlb.attention import CommType, packed_attention
 from wlb.sharding import SHARDERS, ShardCosts
@@ -39,7 +38,6 @@ class TimesScale:
         last one cut: lengths are lognormal around median_tokens with sigma 0.9, but one in fifty is log-uniform in
         tail_tokens.
     repeats: timed runs of each plan, after one that warms up.
-    budget_s: no further pack is begun after it; one of each size always is.
     """
 
     pack_tokens: tuple[int, ...]
@@ -50,7 +48,6 @@ class TimesScale:
     median_tokens: int
     tail_tokens: tuple[int, int]
     repeats: int
-    budget_s: float
 
     @property
     def costs(self) -> ShardCosts:
@@ -60,13 +57,15 @@ class TimesScale:
         )
 
 
-def check_rank_times(scale: TimesScale, calibrated: ShardCosts) -> tuple[bool, dict[str, Any]]:
+def check_rank_times(scale: TimesScale, calibrated: ShardCosts, budget_s: float) -> tuple[bool, dict[str, Any]]:
     """Time of the slowest rank over that under per-sequence sharding: medians over packs and repeats.
 
     Plans are those of training; the predictions are of attention alone, which is what is measured: with the tiles that
     sharders assume, and with prices that were fitted to this device.
+
+    budget_s: one pack of each size is always timed, the largest first, and none is begun after it.
     """
-    deadline_s = time.monotonic() + scale.budget_s
+    deadline_s = time.monotonic() + budget_s
     # By (pack tokens, CP, exchange), then by sharder and quantity: a number for each pack and repeat.
     samples: dict[tuple[int, int, str], dict[str, dict[str, list[float]]]] = {}
     worst_row_error = 0.0

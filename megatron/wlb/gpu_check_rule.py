@@ -13,13 +13,13 @@ from itertools import accumulate
 import torch
 
 from megatron.wlb.gpu_check_model import relative_error
+from megatron.wlb.gpu_check_packs import Tensors
 from wlb.attention.partial import accumulation_dtype
 
 RATIO = 2.0
 RULE = f"error <= {RATIO:g} x PyTorch's own in bfloat16, both against float64; other documents keep every bit"
 RESULTS = ("out", "dq", "dk", "dv")
 
-Tensors = tuple[torch.Tensor, ...]
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 

@@ -16,19 +16,23 @@ from typing import Any, get_args
 
 import torch
 
+from megatron.wlb.gpu_check_kernels import by_kind, kernel_of
+from megatron.wlb.gpu_check_packs import Heads, Tensors, by_rank, draw_pack, in_pack_order
 from megatron.wlb.gpu_check_rule import (
     RATIO,
     RESULTS,
-    Tensors,
     attention_by_chunks,
     error_ratios,
     with_gradients,
     within_ratio,
 )
-from wlb.attention import CommType, Mailbox, all_ranks_attention, dense_attention, packed_attention
-from wlb.attention.kernels import kernel_for
+from wlb.attention import CommType, Mailbox, all_ranks_attention, dense_attention, sharded_attention
 from wlb.errors import ConfigError
 from wlb.sharding import SHARDERS, ShardCosts, ShardPlan
+from wlb.sharding.plan import unsharded
+
+# About 50 us on a GPU, longer than a small attention takes.
+_LATE_CYCLES = 100_000
 
 SHARDING_RULE = (
     f"error <= {RATIO:g} x PyTorch's own in bfloat16, both against float64; other documents keep every bit; "
@@ -37,22 +41,6 @@ SHARDING_RULE = (
 LONG_RULE = (
     f"error <= {RATIO:g} x PyTorch's own in bfloat16, both against float32, of the pack and of its longest document"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Heads:
-    """N, K, H, V of an attention layer; window_tokens: keys that a query sees, its own included."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    value_size: int
-    window_tokens: int | None = None
-
-    @property
-    def kv_numbers(self) -> int:
-        """Of the key and the value of one token."""
-        return self.num_kv_heads * (self.head_size + self.value_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,80 +61,85 @@ class ShardingScale:
     chunk_rows: int
 
 
-def check_sharding(scale: ShardingScale) -> tuple[bool, dict[str, Any]]:
+def check_sharding(scale: ShardingScale, *, kernel: str) -> tuple[bool, dict[str, Any]]:
     """Output, dq, dk and dv under every plan: the worst plan of each kind of heads and number of ranks."""
-    measured: dict[str, Any] = {}
-    all_passed = True
-    for kind, heads in scale.heads.items():
+
+    def check(kind: str, heads: Heads) -> tuple[bool, dict[str, Any]]:
         pack = draw_pack(sum(scale.lengths), heads, seed=9)
         segments = tuple(accumulate(scale.lengths, initial=0))
         oracle = partial(dense_attention, segments=segments, window_tokens=heads.window_tokens)
-        packed = partial(packed_attention, segments=segments, window_tokens=heads.window_tokens)
+        packed = partial(_one_rank, plan=unsharded(scale.lengths), window_tokens=heads.window_tokens, kernel=kernel)
         exact = with_gradients(oracle, *(t.double() for t in pack))
         unit = with_gradients(oracle, *pack)
         one_rank = error_ratios(with_gradients(packed, *pack), unit, exact)
-        measured[f"{kind}, CP 1"] = one_rank
-        all_passed &= within_ratio(one_rank)
+        measured: dict[str, Any] = {f"{kind}, CP 1": one_rank}
+        all_passed = within_ratio(one_rank)
         for cp_size in scale.cp_sizes:
-            passed, measured[f"{kind}, CP {cp_size}"] = _check_plans(scale, heads, cp_size, pack, unit, exact)
+            passed, measured[f"{kind}, CP {cp_size}"] = _check_plans(scale, heads, cp_size, kernel, pack, unit, exact)
             all_passed &= passed
-    return all_passed, measured
+        return all_passed, measured
+
+    return by_kind(scale.heads, kernel, check)
 
 
-def check_long_pack(scale: ShardingScale) -> tuple[bool, dict[str, Any]]:
-    """The same on a pack as long as in training, where no matrix holds all scores. By sharder and exchange."""
+def check_long_pack(scale: ShardingScale, kernels: Sequence[str]) -> tuple[bool, dict[str, Any]]:
+    """The same on a pack as long as in training, where no matrix holds all scores. By kernel, sharder and exchange."""
     heads, lengths = scale.long_heads, scale.long_lengths
     pack = draw_pack(sum(lengths), heads, seed=10)
     exact = attention_by_chunks(tuple(t.float() for t in pack), lengths, scale.chunk_rows)
     unit = attention_by_chunks(pack, lengths, scale.chunk_rows)
     measured: dict[str, Any] = {}
     passed = True
-    for name, shard in SHARDERS.items():
-        plan = shard(lengths, scale.long_cp_size, ShardCosts(tile_tokens=scale.tile_tokens))
-        for comm_type in comm_types(heads):
-            ours, _ = run_plan(pack, plan, comm_type, heads)
-            whole, longest = (error_ratios(ours, unit, exact, rows) for rows in (slice(None), slice(lengths[0])))
-            measured[f"{name}, {comm_type}"] = {**whole, "longest document": longest}
-            passed &= within_ratio(whole) and within_ratio(longest)
+    for kernel in kernels:
+        for name, shard in SHARDERS.items():
+            plan = shard(lengths, scale.long_cp_size, ShardCosts(tile_tokens=scale.tile_tokens))
+            for comm_type in comm_types(heads, kernel):
+                ours, _ = run_plan(pack, plan, comm_type, heads, kernel=kernel)
+                whole, longest = (error_ratios(ours, unit, exact, rows) for rows in (slice(None), slice(lengths[0])))
+                measured[f"{kernel}, {name}, {comm_type}"] = {**whole, "longest document": longest}
+                passed &= within_ratio(whole) and within_ratio(longest)
     return passed, measured
 
 
-def comm_types(heads: Heads) -> tuple[CommType, ...]:
-    """Those that the device's kernel has for such heads."""
-    if heads.window_tokens is None or kernel_for(torch.empty(0).cuda().device).cuts_by_window:
+def comm_types(heads: Heads, kernel: str) -> tuple[CommType, ...]:
+    """Those that the kernel has for such heads."""
+    if heads.window_tokens is None or kernel_of(heads, kernel).cuts_by_window:
         return get_args(CommType)
     return ("all_gather",)
 
 
-def draw_pack(num_tokens: int, heads: Heads, *, seed: int) -> Tensors:
-    """Query (T, N, H), key (T, K, H), value (T, K, V) and the gradient of the output (T, N, V), in bfloat16."""
-    device = torch.empty(0).cuda().device
-    generator = torch.Generator(device).manual_seed(seed)
-    shapes = (
-        (heads.num_heads, heads.head_size),
-        (heads.num_kv_heads, heads.head_size),
-        (heads.num_kv_heads, heads.value_size),
-        (heads.num_heads, heads.value_size),
+def _one_rank(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    plan: ShardPlan,
+    window_tokens: int | None,
+    kernel: str,
+) -> torch.Tensor:
+    return sharded_attention(
+        query, key, value, plan, 0, None, comm_type="all_gather", window_tokens=window_tokens, kernel=kernel
     )
-    return tuple(torch.randn(num_tokens, *s, generator=generator, device=device).bfloat16() for s in shapes)
 
 
-def by_rank(tensor: torch.Tensor, plan: ShardPlan) -> list[torch.Tensor]:
-    """(T, ...) -> (T/cp, ...) for each rank."""
-    return [tensor[torch.from_numpy(plan.pack_indices(rank)).to(tensor.device)] for rank in range(plan.cp_size)]
+class LateMailbox(Mailbox):
+    """Makes the device wait before each message arrives: what does not wait for the message reads what was there."""
+
+    def collect(self, message: tuple[int, int, int]) -> torch.Tensor:
+        rows = super().collect(message)
+        if rows.is_cuda:
+            torch.cuda._sleep(_LATE_CYCLES)
+        return rows
 
 
-def in_pack_order(shards: Sequence[torch.Tensor], plan: ShardPlan) -> torch.Tensor:
-    """Undo `by_rank`."""
-    return torch.cat(list(shards))[torch.from_numpy(plan.restore).to(shards[0].device)]
-
-
-def run_plan(pack: Tensors, plan: ShardPlan, comm_type: CommType, heads: Heads) -> tuple[Tensors, list[int]]:
+def run_plan(
+    pack: Tensors, plan: ShardPlan, comm_type: CommType, heads: Heads, *, kernel: str
+) -> tuple[Tensors, list[int]]:
     """Output, dq, dk, dv in the order of the pack; bytes that each rank received in the forward pass."""
     query, key, value = ([t.requires_grad_() for t in by_rank(tensor, plan)] for tensor in pack[:3])
-    mailbox = Mailbox(plan.cp_size)
+    mailbox = LateMailbox(plan.cp_size)
     outs = all_ranks_attention(
-        query, key, value, plan, comm_type=comm_type, window_tokens=heads.window_tokens, mailbox=mailbox
+        query, key, value, plan, comm_type=comm_type, window_tokens=heads.window_tokens, mailbox=mailbox, kernel=kernel
     )
     received_bytes = [sum(sent) for sent in zip(*mailbox.sent_bytes, strict=True)]
     grads = torch.autograd.grad(outs, [t for tensors in (query, key, value) for t in tensors], by_rank(pack[3], plan))
@@ -156,20 +149,20 @@ def run_plan(pack: Tensors, plan: ShardPlan, comm_type: CommType, heads: Heads) 
 
 
 def _check_plans(
-    scale: ShardingScale, heads: Heads, cp_size: int, pack: Tensors, unit: Tensors, exact: Tensors
+    scale: ShardingScale, heads: Heads, cp_size: int, kernel: str, pack: Tensors, unit: Tensors, exact: Tensors
 ) -> tuple[bool, dict[str, Any]]:
     """The worst ratio of each result over all sharders and exchanges, and the names of those that fail."""
     worst = dict.fromkeys(RESULTS, 0.0)
     failed = []
     for name, plan in _plans(scale, cp_size):
-        for comm_type in comm_types(heads):
-            ours, received_bytes = run_plan(pack, plan, comm_type, heads)
+        for comm_type in comm_types(heads, kernel):
+            ours, received_bytes = run_plan(pack, plan, comm_type, heads, kernel=kernel)
             ratios = error_ratios(ours, unit, exact)
             wrong = [
                 *(result for result in RESULTS if not ratios[result] <= RATIO),
                 *(
                     []
-                    if _is_independent(scale, pack, plan, comm_type, heads, ours[0])
+                    if _is_independent(scale, pack, plan, comm_type, heads, kernel, ours[0])
                     else ["documents see each other"]
                 ),
                 *([] if _receives_as_planned(plan, heads, received_bytes) else ["received not as planned"]),
@@ -188,7 +181,13 @@ def _plans(scale: ShardingScale, cp_size: int) -> Iterator[tuple[str, ShardPlan]
 
 
 def _is_independent(
-    scale: ShardingScale, pack: Tensors, plan: ShardPlan, comm_type: CommType, heads: Heads, out: torch.Tensor
+    scale: ShardingScale,
+    pack: Tensors,
+    plan: ShardPlan,
+    comm_type: CommType,
+    heads: Heads,
+    kernel: str,
+    out: torch.Tensor,
 ) -> bool:
     """Whether other values of the first document leave every bit of the other documents' output."""
     query, key, value, _ = pack
@@ -204,6 +203,7 @@ def _is_independent(
             plan,
             comm_type=comm_type,
             window_tokens=heads.window_tokens,
+            kernel=kernel,
         )
     return torch.equal(in_pack_order(outs, plan)[rows], out[rows])
 

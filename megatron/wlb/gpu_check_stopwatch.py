@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from megatron.wlb.gpu_check_rule import Tensors
-from megatron.wlb.gpu_check_sharding import by_rank
+from megatron.wlb.gpu_check_packs import Tensors, by_rank
 from wlb.attention import CommType, KvExchange, Mailbox, Transfer
 from wlb.attention.in_process import in_lockstep
 from wlb.attention.kernels import Kernel
 from wlb.attention.sharded import checked_call, path_of
+from wlb.attention.transport import HostTransport
 from wlb.sharding import ShardPlan
 
 # About 20 ms on a GPU: launches queue up behind it, so that events measure the device and not the launching thread.
@@ -128,6 +128,8 @@ def time_plan(pack: Tensors, plan: ShardPlan, comm_type: CommType) -> tuple[Rank
             scale=None,
             window_tokens=None,
             keep_gathered=False,
+            # In turn: on a stream of their own, copies would run beside what is timed.
+            transport=HostTransport(),
         )
         calls.append(replace(call, kernel=TimedKernel(call.kernel, watch)))
     let_launches_queue_up(device)

@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.wlb.gpu_check_sharding import Heads
+from megatron.wlb.gpu_check_packs import Heads
 from megatron.wlb.gpu_check_stopwatch import Stopwatch, let_launches_queue_up
 from wlb.attention.kernels import Kernel, kernel_for
 from wlb.attention.partial import Partial, accumulation_dtype
 from wlb.sharding import ShardCosts
-from wlb.sharding.phases import Keys, PhaseBuilder, Task
+from wlb.sharding.phases import PhaseBuilder
 from wlb.sharding.plan import span_pairs
+from wlb.sharding.tasks import Keys, Task
 
 TILES_RULE = "times finite and above 0; no time decides anything"
 

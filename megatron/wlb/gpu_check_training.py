@@ -1,149 +1,108 @@
-"""Short training runs for the GPU check: each a process of its own, started as a person would start it."""
+"""Short training for the GPU check: plain, exact, delay and wlb; losses, and times beside the prediction."""
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
+from time import monotonic
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
-from megatron.wlb.environment import APEX, TRANSFORMER_ENGINE, has_package
-from wlb.report.training_log import LoggedStep, parse_log
+from megatron.wlb.gpu_check_training_runs import (
+    ITERATIONS,
+    PACKINGS,
+    WARM_UP,
+    Run,
+    TrainingScale,
+    train,
+    write_documents,
+)
+from wlb.cost import ProfiledCost
 
-ITERATIONS = 20
-_TIMEOUT_S = 400
-_VOCAB_SIZE = 255
-_ENTRY = Path(__file__).resolve().parents[2] / "pretrain_gpt_wlb.py"
 # By how much the losses of two packings of the same documents may differ, relative, at any of the iterations.
 _SAME_DOCUMENTS = {"cuda": 2e-3, "cpu": 1e-5}
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingScale:
-    """Sizes of the run. documents: how many are generated."""
-
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    window_tokens: int
-    global_batch: int
-    documents: int
-
-
-def training_check(
-    scale: TrainingScale, folder: Path, device: Literal["cuda", "cpu"]
-) -> tuple[str, Callable[[], tuple[bool, dict[str, Any]]]]:
-    """What must hold, and the check of it.
-
-    Three runs of `ITERATIONS` steps train pieces of the same documents: plain; wlb without delayed documents, which
-    trains in each step what plain trains, packed otherwise; wlb as it is.
-    """
-    rule = (
-        f"losses finite and falling by a tenth in {ITERATIONS} steps; plain and undelayed wlb equal within "
-        f"{_SAME_DOCUMENTS[device]:g} at every step"
+def training_rule(device: Literal["cuda", "cpu"]) -> str:
+    """What must hold."""
+    return (
+        f"losses finite and falling by a tenth in {ITERATIONS} steps; plain and exact equal within "
+        f"{_SAME_DOCUMENTS[device]:g} at every step; no time decides anything"
     )
-    return rule, partial(_check, scale, folder, device)
 
 
-def _check(scale: TrainingScale, folder: Path, device: Literal["cuda", "cpu"]) -> tuple[bool, dict[str, Any]]:
+def check_training(
+    scale: TrainingScale,
+    folder: Path,
+    device: Literal["cuda", "cpu"],
+    profile: ProfiledCost | None,
+    budget_s: float,
+) -> tuple[bool, dict[str, Any]]:
+    """Runs of `ITERATIONS` steps on pieces of the same documents, plain and each of `PACKINGS`.
+
+    profile: of `scale.shape` on this device, which predicts step times; None leaves the prediction out.
+    """
+    deadline_s = monotonic() + budget_s
     data = write_documents(folder / "documents", scale)
-    # No document of a window reaches a threshold beyond it, so none waits.
-    undelayed = ["wlb", "--wlb-thresholds", str(scale.window_tokens + 1)]
-    runs = {"plain": ["plain"], "undelayed": undelayed, "wlb": ["wlb"]}
-    processes: list[subprocess.Popen[bytes]] = []
-    logs = {name: folder / f"{name}.log" for name in runs}
-    try:
-        for name, packing in runs.items():
-            command = [*_launcher(), str(_ENTRY), *_arguments(scale, data, device), "--wlb-packing", *packing]
-            with logs[name].open("wb") as log:
-                processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=_ENTRY.parent))
-            if device == "cuda":
-                # One at a time: two on one device would share its memory and tell nothing of its speed.
-                processes[-1].wait(_TIMEOUT_S)
-        steps = {name: _steps(p, log) for p, (name, log) in zip(processes, logs.items(), strict=True)}
-    finally:
-        for process in processes:
-            process.kill()
-    losses = {name: [s.loss if s.loss is not None else float("nan") for s in run] for name, run in steps.items()}
-    apart = max(abs(a / b - 1) for a, b in zip(losses["plain"], losses["undelayed"], strict=True))
-    measured: dict[str, Any] = {
-        name: {
-            "first_loss": losses[name][0],
-            "final_loss": fmean(losses[name][-3:]),
-            "tokens": sum(int(s.fields["tokens"]) for s in run),
-            "imbalance_degree": fmean(s.fields["imbalance micro-batches"] for s in run),
-            "step_s_median": sorted(s.elapsed_s for s in run)[len(run) // 2],
+    runs: dict[str, list[Run]] = {name: [] for name in PACKINGS}
+    for number in range(scale.rounds):
+        names = list(PACKINGS)[:: 1 if number % 2 == 0 else -1]
+        for first in range(0, len(names), scale.together):
+            some = names[first : first + scale.together]
+            if number and monotonic() > deadline_s:
+                break
+            for name, run in train(scale, folder, data, device, some, number).items():
+                runs[name].append(run)
+    return judge(runs, profile, device)
+
+
+def judge(
+    runs: dict[str, list[Run]], profile: ProfiledCost | None, device: Literal["cuda", "cpu"]
+) -> tuple[bool, dict[str, Any]]:
+    """Whether the runs are as they must be, and what they measured."""
+    plain = runs["plain"][0]
+    same = (*runs["plain"], *runs["exact"])
+    apart = max(abs(a / b - 1) for run in same for a, b in zip(plain.losses, run.losses, strict=True))
+    outside_s = 0.0 if profile is None else _outside_s(plain, profile)
+    plain_token_s = median(run.token_s() for run in runs["plain"])
+    measured: dict[str, Any] = {}
+    for name, some in runs.items():
+        first = some[0]
+        measured[name] = {
+            "first loss": first.losses[0],
+            "final loss": fmean(first.losses[-3:]),
+            "tokens": sum(int(s.fields["tokens"]) for s in first.steps),
+            "micro-batches": sum(map(len, first.lengths)),
+            "imbalance": fmean(s.fields["imbalance micro-batches"] for s in first.steps),
+            "max delay (steps)": max(s.fields["max delay (steps)"] for s in first.steps),
+            "step ms": 1e3 * median(s.elapsed_s for run in some for s in run.steps[WARM_UP:]),
+            "time per token over plain": median(run.token_s() for run in some) / plain_token_s,
+            "runs": len(some),
         }
-        for name, run in steps.items()
-    }
-    measured["plain_undelayed_apart"] = apart
+        if profile is not None:
+            measured[name]["predicted"] = _predicted(first, profile, outside_s) / _predicted(plain, profile, outside_s)
+    measured["plain and exact apart"] = apart
     falls = all(
-        len(run) == ITERATIONS and bool(np.isfinite(run).all()) and fmean(run[-3:]) < 0.9 * run[0]
-        for run in losses.values()
+        len(losses) == ITERATIONS and bool(np.isfinite(losses).all()) and fmean(losses[-3:]) < 0.9 * losses[0]
+        for some in runs.values()
+        for losses in (run.losses for run in some)
     )
     return falls and apart <= _SAME_DOCUMENTS[device], measured
 
 
-def write_documents(prefix: Path, scale: TrainingScale) -> Path:
-    """Write an index of documents with a long tail of lengths and tokens that can be learned; returns `prefix`."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    rng = np.random.default_rng(11)
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    longest = 2 * scale.window_tokens
-    for _ in range(scale.documents):
-        length = int(np.clip(rng.lognormal(np.log(scale.window_tokens / 12), 1.2), 2, longest))
-        tokens = (np.cumsum(rng.integers(1, 4, size=length)) + rng.integers(_VOCAB_SIZE)) % (_VOCAB_SIZE - 1)
-        builder.add_document(torch.from_numpy(tokens), [length])
-    builder.finalize(f"{prefix}.idx")
-    return prefix
+def _passes_s(run: Run, profile: ProfiledCost) -> list[float]:
+    """Predicted seconds of the passes of each step: on one device micro-batches follow each other."""
+    return [sum(profile.forward_s(m) + profile.backward_s(m) for m in step) for step in run.lengths]
 
 
-def _arguments(scale: TrainingScale, data: Path, device: Literal["cuda", "cpu"]) -> list[str]:
-    window = str(scale.window_tokens)
-    args = [
-        *("--num-layers", str(scale.num_layers), "--hidden-size", str(scale.hidden_size)),
-        *("--num-attention-heads", str(scale.num_heads), "--seq-length", window, "--max-position-embeddings", window),
-        *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"),
-        *("--attention-dropout", "0", "--hidden-dropout", "0", "--micro-batch-size", "1"),
-        *("--global-batch-size", str(scale.global_batch), "--train-iters", str(ITERATIONS), "--eval-iters", "0"),
-        *("--eval-interval", "1000", "--lr", "3e-3", "--min-lr", "3e-4", "--lr-decay-style", "cosine"),
-        *("--clip-grad", "1.0", "--log-interval", "1", "--tokenizer-type", "NullTokenizer"),
-        *("--vocab-size", str(_VOCAB_SIZE), "--data-path", str(data), "--split", "100,0,0"),
-        *("--wlb-document-cut", "stream"),
-    ]
-    apex = has_package(APEX)
-    if not apex:
-        args.append("--no-gradient-accumulation-fusion")
-    if device == "cpu" or not has_package(TRANSFORMER_ENGINE):
-        args += ["--transformer-impl", "local", "--no-masked-softmax-fusion", "--no-bias-swiglu-fusion"]
-        args += ["--no-bias-dropout-fusion", "--no-rope-fusion"]
-        if not apex:
-            args.append("--no-persist-layer-norm")
-    if device == "cpu":
-        return [*args, "--distributed-backend", "gloo", "--use-cpu-initialization"]
-    return [*args, "--bf16"]
+def _outside_s(plain: Run, profile: ProfiledCost) -> float:
+    """Seconds of a step that are in no pass, such as the optimizer's: what is left of plain's."""
+    left = [s.elapsed_s - p for s, p in zip(plain.steps, _passes_s(plain, profile), strict=True)]
+    return max(0.0, median(left[WARM_UP:]))
 
 
-def _launcher() -> list[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    run = ["-m", "torch.distributed.run", "--nproc-per-node", "1", "--master-addr", "127.0.0.1"]
-    return [sys.executable, *run, "--master-port", str(port)]
-
-
-def _steps(process: subprocess.Popen[bytes], log: Path) -> tuple[LoggedStep, ...]:
-    code = process.wait(_TIMEOUT_S)
-    text = log.read_text(errors="replace")
-    if code != 0:
-        raise RuntimeError(f"training ended with exit code {code}; the end of {log}:\n{text[-3000:]}")
-    return parse_log(text).steps
+def _predicted(run: Run, profile: ProfiledCost, outside_s: float) -> float:
+    """As `Run.token_s`."""
+    seconds = zip(_passes_s(run, profile), run.steps, strict=True)
+    return median([(passes_s + outside_s) / s.fields["tokens"] for passes_s, s in seconds][WARM_UP:])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,29 +20,32 @@ needs_gpu = pytest.mark.skipif(
 
 def rehearse() -> dict[str, Any]:
     """Outcomes of the CPU checks as they are, with documents merged, and with positions reversed. Runs in a rank."""
-    from megatron.wlb import core_attention, gpu_check
+    from megatron.wlb import core_attention, gpu_check, gpu_check_attention
     from megatron.wlb.cpu import cpu_as_device
     from megatron.wlb.parallel import single_process
-    from megatron.wlb.patches import rope_thd
+    from megatron.wlb.patches import rope_thd, te_context_parallel
     from megatron.wlb.patches.registry import applied, replace
     from wlb.sharding.plan import unsharded
 
     scale = gpu_check.SCALES["cpu"]
-    packed, sharded = gpu_check.packed_attention, core_attention.sharded_attention
+    sharded = core_attention.sharded_attention
 
-    def merging(query: Any, key: Any, value: Any, segments: Any, **kwargs: Any) -> Any:
-        return packed(query, key, value, (0, *segments[2:]), **kwargs)
-
-    def merging_plan(query: Any, key: Any, value: Any, plan: Any, *args: Any, **kwargs: Any) -> Any:
+    def merging(query: Any, key: Any, value: Any, plan: Any, *_args: Any, **kwargs: Any) -> Any:
         first, second, *others = plan.lengths
-        return sharded(query, key, value, unsharded((first + second, *others)), *args, **kwargs)
+        merged = unsharded((first + second, *others))
+        if plan.cp_size > 1:
+            # Of the rank's own rows alone: enough for a plan that is not the one that was given.
+            merged = unsharded((plan.rank_tokens,))
+        for given in ("plan", "rank", "exchange"):
+            kwargs.pop(given, None)
+        return sharded(query, key, value, merged, 0, None, **(kwargs | {"comm_type": "all_gather"}))
 
     @contextmanager
     def broken(name: str) -> Any:
         with ExitStack() as undo:
             if name == "merged":
-                replace(undo, core_attention, "sharded_attention", merging_plan)
-                replace(undo, gpu_check, "packed_attention", merging)
+                for module in (core_attention, gpu_check_attention):
+                    replace(undo, module, "sharded_attention", merging)
             if name == "reversed":
                 _reverse_positions(undo)
             yield
@@ -50,10 +55,45 @@ def rehearse() -> dict[str, Any]:
         for name in ("intact", "merged", "reversed"):
             with broken(name):
                 outcomes[name] = {
-                    "attention": gpu_check.check_attention(scale, engine=False),
+                    "attention": gpu_check.check_attention(scale.lengths, scale.heads, kernel="auto"),
                     "model": gpu_check.check_model(scale, engine=False),
                 }
+        outcomes["intact"] |= _further_checks(scale)
+        with ExitStack() as undo:
+            _wait_in_attention(undo)
+            replace(undo, te_context_parallel, "sharded_attention", merging)
+            outcomes["broken"] = _further_checks(scale)
+        outcomes["refused"] = gpu_check.check_attention(scale.lengths, scale.heads, kernel="torch")
+        outcomes["sections"] = [s.name for s in gpu_check.sections("cpu", Path("unused"), scale.training.shape)]
     return outcomes
+
+
+def _further_checks(scale: Any) -> dict[str, Any]:
+    from megatron.wlb.gpu_check_cost import check_cost
+    from megatron.wlb.gpu_check_hygiene import check_allocator, check_syncs
+    from megatron.wlb.gpu_check_te_route import check_te_route
+
+    shapes = {"model": scale.training.shape}
+    return {
+        "syncs": check_syncs(scale.hygiene, engine=False),
+        "allocator": check_allocator(scale.hygiene, scale.times, 1.0, engine=False),
+        "cost": check_cost(scale.cost, scale.times, shapes, 1.0, engine=False),
+        "te_route": check_te_route(scale.sharding.lengths, scale.sharding.tile_tokens, scale.sharding.heads),
+    }
+
+
+def _wait_in_attention(undo: ExitStack) -> None:
+    """Each exchange looks at a value of what it sends, as an innocent check of it would."""
+    from megatron.wlb.patches.registry import replace
+    from wlb.attention import all_gather
+
+    original = all_gather.pack_rows
+
+    def looking(key: Any, value: Any, rows: Any, packed: Any) -> None:
+        original(key, value, rows, packed)
+        assert not packed[:1].isnan().any().item()
+
+    replace(undo, all_gather, "pack_rows", looking)
 
 
 def _reverse_positions(undo: ExitStack) -> None:
@@ -62,8 +102,8 @@ def _reverse_positions(undo: ExitStack) -> None:
 
     original = batch.packed_seq_params
 
-    def reverse(micro_batch: Any, plan: Any, cp_rank: int, *, position_ids: Any, max_positions: int) -> Any:
-        return original(micro_batch, plan, cp_rank, position_ids=position_ids.flip(0), max_positions=max_positions)
+    def reverse(*args: Any, position_ids: Any, **kwargs: Any) -> Any:
+        return original(*args, position_ids=position_ids.flip(0), **kwargs)
 
     replace(undo, batch, "packed_seq_params", reverse)
 
@@ -74,11 +114,11 @@ def rehearsed() -> dict[str, Any]:
     return outcomes
 
 
-@pytest.mark.parametrize("check", ["attention", "model"])
+@pytest.mark.parametrize("check", ["attention", "model", "syncs", "allocator", "cost", "te_route"])
 def test_passes_on_the_cpu(check: str, rehearsed: dict[str, Any]) -> None:
     passed, measured = rehearsed["intact"][check]
     assert passed, measured
-    assert len(measured) >= 2
+    assert measured
 
 
 @pytest.mark.parametrize("check", ["attention", "model"])
@@ -95,10 +135,47 @@ def test_finds_wrong_positions(rehearsed: dict[str, Any]) -> None:
     assert rope["logits"] > 2
 
 
+def test_finds_attention_that_waits_for_the_device(rehearsed: dict[str, Any]) -> None:
+    passed, measured = rehearsed["broken"]["syncs"]
+    assert not passed
+    gathered = measured["CP 4, all_gather"]
+    # 4 ranks that gather in both passes, and 2 micro-batches with a new plan.
+    assert gathered["known plan"] >= 8
+    assert gathered["new plan"] >= 16
+    assert measured["CP 1, all_gather"]["known plan"] == 0, "one rank sends nothing"
+
+
+def test_finds_a_route_that_takes_another_plan(rehearsed: dict[str, Any]) -> None:
+    passed, measured = rehearsed["broken"]["te_route"]
+    assert not passed
+    assert measured["layer"] == "a call as Transformer Engine makes it"
+    assert rehearsed["intact"]["te_route"][1]["GQA, p2p"]["messages"] > 0
+
+
+def test_the_cost_profile_is_a_cost_file(rehearsed: dict[str, Any], tmp_path: Path) -> None:
+    from wlb.cost import load_pipeline_costs
+
+    profile = rehearsed["intact"]["cost"][1]["model"]["profile"]
+    (tmp_path / "cost.json").write_text(json.dumps(profile))
+    costs = load_pipeline_costs(tmp_path / "cost.json", 2)
+    assert costs.whole.forward_s([256]) > 0
+    assert costs.stretches[0].forward_s([256]) == pytest.approx(costs.whole.forward_s([256]) / 2)
+
+
+def test_a_kernel_that_takes_nothing_has_failed(rehearsed: dict[str, Any]) -> None:
+    passed, measured = rehearsed["refused"]
+    assert not passed
+    assert all("needs a CUDA device" in case["refused"] for case in measured.values())
+
+
+def test_sections_have_names_of_their_own(rehearsed: dict[str, Any]) -> None:
+    names = rehearsed["sections"]
+    assert len(set(names)) == len(names) >= 12
+
+
 @pytest.mark.gpu
 @needs_gpu
 def test_kernels_and_model_pass_on_the_gpu() -> None:
-    from pathlib import Path
     from subprocess import run
 
     root = Path(__file__).resolve().parents[2]

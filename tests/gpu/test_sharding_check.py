@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.harness.processes import run_ranks
 
@@ -24,9 +25,9 @@ def rehearse() -> dict[str, Any]:
 
     def outcomes_of(scale: Any) -> dict[str, Any]:
         return {
-            "sharded": check_sharding(scale.sharding),
-            "long": check_long_pack(scale.sharding),
-            "times": check_rank_times(scale.times, ShardCosts()),
+            "sharded": check_sharding(scale.sharding, kernel="auto"),
+            "long": check_long_pack(scale.sharding, ["auto"]),
+            "times": check_rank_times(scale.times, ShardCosts(), budget_s=0.0),
             "memory": check_memory(scale.times),
         }
 
@@ -71,9 +72,13 @@ def _shift_sent_rows(undo: ExitStack) -> None:
     from megatron.wlb.patches.registry import replace
     from wlb.attention import all_gather, ring
 
-    original = all_gather.kv_rows
+    original = all_gather.pack_rows
+
+    def shifted(key: Any, value: Any, rows: Any, packed: Any) -> None:
+        original(key.roll(1, 0), value.roll(1, 0), rows, packed)
+
     for module in (all_gather, ring):
-        replace(undo, module, "kv_rows", lambda key, value, rows: original(key.roll(1, 0), value.roll(1, 0), rows))
+        replace(undo, module, "pack_rows", shifted)
 
 
 def _lose_returned_gradients(undo: ExitStack) -> None:
@@ -86,19 +91,17 @@ def _lose_returned_gradients(undo: ExitStack) -> None:
 
 
 def _gather_one_row_too_many(undo: ExitStack) -> None:
-    """The gathered buffer also holds the first key of each span's own."""
+    """The gathered buffer holds its last row twice."""
     from megatron.wlb.patches.registry import replace
-    from wlb.sharding import index
+    from wlb.attention import all_gather
 
-    original = index._wanted
+    original = all_gather._gathered
 
-    def wanted(held: Any, window: Any) -> Any:
-        return {
-            document: [(low, end + 1, place) for low, end, place in pieces]
-            for document, pieces in original(held, window).items()
-        }
+    def gathered(*args: Any) -> torch.Tensor:
+        rows = original(*args)
+        return torch.cat((rows, rows[-1:]))
 
-    replace(undo, index, "_wanted", wanted)
+    replace(undo, all_gather, "_gathered", gathered)
 
 
 @pytest.fixture(scope="module")
