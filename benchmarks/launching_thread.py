@@ -64,7 +64,7 @@ def look_up(plan: ShardPlan, kind: str, rank: int) -> None:
     """What the first layer of a micro-batch does on the host, the copies to the device left out."""
     index: Index = gather_index(plan, rank, None) if kind == "all_gather" else ring_index(plan, rank, None)
     rows = index.exchanged_rows if isinstance(index, GatherIndex) else [step.send_rows for step in index.steps]
-    for each in (*rows, *(phase.query_rows for phase in index.phases)):
+    for each in (*rows, *(phase.call.query_rows for phase in index.phases if phase.num_tasks)):
         if not each.are_all_in_order:
             each.numbers  # noqa: B018 (written out on first use)
 

@@ -25,6 +25,10 @@ class PlanMismatchError(WlbError, RuntimeError):
     """Ranks that must execute the same plan hold different ones."""
 
 
+class PlanLostError(WlbError, RuntimeError):
+    """A layer of a packed run was called without the plan of its micro-batch: what it would compute is wrong."""
+
+
 class PatchError(WlbError, RuntimeError):
     """An upstream name is not what a patch of it was written against."""
 

@@ -43,6 +43,7 @@ ENGINE_PARAMETERS: dict[str, tuple[tuple[str, int], tuple[str, int]]] = {
         (_BACKWARD.format(dtype="dqkv_dtype ", formats="", **_NEW), 13),
     ),
     "2.17.1": _LATEST,
+    "2.19.0": _LATEST,
     "2.20.2": _LATEST,
 }
 """As `FLASH2_PARAMETERS`; compared with the wheels by tests/patches."""

@@ -1,7 +1,7 @@
 """The operators of flash-attn 2 and 3 by release: see `attention_operators`.
 
-Parameters of 2.6, 2.8 and 3.0 are those of their sources. Of 2.5 and of the beta of 3 no source was at hand: theirs are
-what Transformer Engine passes to such releases.
+Parameters of 2.6, 2.8, 3.0 and the beta of 3 are those of their sources. Of 2.5 no source was at hand: its are what
+Transformer Engine passes to such releases.
 """
 
 from __future__ import annotations
@@ -111,10 +111,14 @@ _FLASH3_BACKWARD = (
     "dout q k v out softmax_lse cu_seqlens_q cu_seqlens_k sequed_q sequed_k max_seqlen_q max_seqlen_k dq dk dv "
     "softmax_scale {causal} {window} softcap deterministic sm_margin"
 )
+_SERVING = (
+    *("k_new", "v_new", "qv", "out", "out_", "cu_seqlens_k_new", "page_table", "kv_batch_idx", "leftpad_k"),
+    *("rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale"),
+)
 FLASH3_PARAMETERS: dict[str, tuple[tuple[str, int], tuple[str, int]]] = {
     "beta": (
-        (_FLASH3_FORWARD.format(out="out", window="window_size"), 3),
-        (_FLASH3_BACKWARD.format(causal="causal", window="window_size"), 6),
+        (_FLASH3_FORWARD.format(out="out", window="window_size"), 25),
+        (_FLASH3_BACKWARD.format(causal="causal", window="window_size"), 17),
     ),
     "3.0": (
         (_FLASH3_FORWARD.format(out="out_", window=_TWO_SIZES), 3),
@@ -135,14 +139,11 @@ def flash3_operators(release: str, calls: Calls) -> tuple[Callable[..., Any], Ca
         mask = {"window": window, "is_causal": a[causal], "from_bottom_right": True, "scale": a["softmax_scale"]}
         return offset_tasks(a["q"], a["k"], starts, lengths, longest, **mask)
 
-    def check(a: Mapping[str, Any]) -> None:
+    def forward(a: Mapping[str, Any]) -> Any:
         q, k, v = a["q"], a["k"], a["v"]
         check_sizes(q, k, v)
         assert q.shape[-1] == v.shape[-1] or (128 < q.shape[-1] <= 192 and 96 < v.shape[-1] <= 128)
-
-    def forward(a: Mapping[str, Any]) -> Any:
-        check(a)
-        q, k, v = a["q"], a["k"], a["v"]
+        assert all(a.get(name) is None for name in _SERVING)
         calls.add("forward", (len(a["seqused_q"]), a["max_seqlen_q"], a["max_seqlen_k"]), q, k)
         out, lse = q.new_full((*q.shape[:2], v.shape[-1]), NAN), q.new_full((q.shape[1], len(q)), NAN)
         for _, task in tasks(a, "seqused", "causal"):
@@ -150,8 +151,9 @@ def flash3_operators(release: str, calls: Calls) -> tuple[Callable[..., Any], Ca
         return out, lse, q.new_empty(0), q.new_empty(0)
 
     def backward(a: Mapping[str, Any]) -> Any:
-        check(a)
         q, k, v, lse = a["q"], a["k"], a["v"], a["softmax_lse"]
+        check_sizes(q, k, v, a["dout"], a["out"])
+        assert q.shape[-1] == v.shape[-1], "the beta checks for one head size"
         sizes = (len(a["sequed_q"]), a["max_seqlen_q"], a["max_seqlen_k"])
         calls.add("backward", sizes, q, k, a["deterministic"])
         assert lse.shape == (q.shape[1], len(q))

@@ -141,7 +141,8 @@ def test_summing_in_bfloat16_would_be_seen(comm_type: str, monkeypatch: pytest.M
 
     def rounding(self: Partial, *args: Any) -> None:
         original(self, *args)
-        self.out = self.out.bfloat16().float()
+        sums = self._stored if self._sums is None else self._sums
+        sums.copy_(sums.bfloat16())
 
     monkeypatch.setattr(Partial, "merge", rounding)
     monkeypatch.setattr(call, "accumulation_dtype", lambda dtype: dtype)

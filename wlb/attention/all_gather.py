@@ -31,7 +31,7 @@ def forward(call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Ten
     remote_key, remote_value = key_and_value(gathered, key, value)
     call.kernel.forward(partial, query, remote_key, remote_value, index.remote, call.scale)
     return Saved(
-        out=partial.out.to(query.dtype),
+        out=partial.out,
         log_sum_exp=partial.log_sum_exp,
         gathered=gathered if call.keep_gathered else None,
     )
@@ -42,44 +42,70 @@ def backward(
 ) -> Generator[None, None, Gradients]:
     """dq (T, N, H), dk (T, K, H), dv (T, K, V)."""
     index = gather_index(call.plan, call.rank, call.window)
-    gathered = saved.gathered
-    arriving = _start_gather(call, index, key, value) if gathered is None else None
+    arriving = _start_gather(call, index, key, value) if saved.gathered is None else None
     grads = call.zero_grads(query, key, value)
     inputs = (saved.out, saved.log_sum_exp)
+    # Two transfers want to hide behind the local part where keys come again: a part of it for each.
+    divides = arriving is not None and call.transport.hides_transfers
+    *beside_gather, beside_return = index.local_parts if divides else (index.local,)
+    for phase in beside_gather:
+        call.kernel.backward(grads, grad_out, query, key, value, *inputs, phase, call.scale)
     if arriving is not None:
         yield
-        gathered = _gathered(call, index, arriving, key, value)
-    assert gathered is not None
-    remote_key, remote_value = key_and_value(gathered, key, value)
-    grad_gathered = call.empty_rows(grads[0], *gathered.shape).zero_()  # (G, W)
-    remote_grads = (grads[0], *key_and_value(grad_gathered, key, value))
-    call.kernel.backward(remote_grads, grad_out, query, remote_key, remote_value, *inputs, index.remote, call.scale)
+    grad_gathered = _backward_remote(call, index, saved, arriving, grads, query, key, value, grad_out)
     returning = _start_return(call, index, grad_gathered)
-    # One of the two transfers can hide behind the local part: gradients are twice as wide as bfloat16 keys.
-    call.kernel.backward(grads, grad_out, query, key, value, *inputs, index.local, call.scale)
+    call.kernel.backward(grads, grad_out, query, key, value, *inputs, beside_return, call.scale)
     yield
     own_rows, own_places = (on_device(rows, query.device) for rows in (index.own_rows, index.own_places))
     add_rows(grads[1:], own_rows, grad_gathered.index_select(0, own_places))
     if index.exchanges:
-        with call.transport.end():
-            returned = returning.take()
-        # Rank by rank: within one's part no row is there twice, so the sum has one order on every device.
-        sent_rows, counts = on_device(index.send_rows, query.device), list(index.send_counts)
-        for rows, part in zip(torch.split(sent_rows, counts), torch.split(returned, counts), strict=True):
-            add_rows(grads[1:], rows, part)
+        _add_returned(call, index, grads, returning)
+    # Not earlier: the side stream reads what compute owns, which only now waits for it.
+    del grad_gathered, returning
     return call.cast(grads, query, key, value)
+
+
+def _backward_remote(
+    call: Call,
+    index: GatherIndex,
+    saved: Saved,
+    arriving: _Arriving | None,
+    grads: Gradients,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    grad_out: torch.Tensor,
+) -> torch.Tensor:
+    """Adds to dq; returns the gradients of gathered rows, (G, W).
+
+    What was gathered is let go with this frame, before there are two more buffers of gradients. The stream that owns it
+    allocates next inside `begin`, after a wait for this.
+    """
+    gathered = saved.gathered if arriving is None else _gathered(call, index, arriving, key, value)
+    assert gathered is not None
+    remote_key, remote_value = key_and_value(gathered, key, value)
+    grad_gathered = call.empty_rows(grads[0], *gathered.shape).zero_()
+    remote_grads = (grads[0], *key_and_value(grad_gathered, key, value))
+    inputs = (saved.out, saved.log_sum_exp)
+    call.kernel.backward(remote_grads, grad_out, query, remote_key, remote_value, *inputs, index.remote, call.scale)
+    return grad_gathered
 
 
 class _Arriving:
     """(R, W) rows on their way. Given away once, so that neither they nor what was sent for them stay alive here.
 
-    ahead: (G, W) the buffer into which they will go, where it must exist before they arrive.
+    ahead: (G, W) the buffer into which they will go, where it must exist before they arrive; given away too.
     """
 
     def __init__(self, received: torch.Tensor, transfer: Transfer | None, ahead: torch.Tensor | None = None) -> None:
         self._rows: torch.Tensor | None = received
         self._transfer = transfer
-        self.ahead = ahead
+        self._ahead = ahead
+
+    def take_ahead(self) -> torch.Tensor | None:
+        """The buffer; None where there is none yet."""
+        ahead, self._ahead = self._ahead, None
+        return ahead
 
     def take(self) -> torch.Tensor:
         """Wait for them."""
@@ -118,12 +144,11 @@ def _gathered(
         received = arriving.take()
         if index.arrives_in_order:
             return received
-        gathered = arriving.ahead
-        if gathered is None:
-            gathered = call.empty_rows(received, index.gathered_rows, received.shape[1])
+        ahead = arriving.take_ahead()
+        gathered = call.empty_rows(received, index.gathered_rows, received.shape[1]) if ahead is None else ahead
         gathered[on_device(index.places, gathered.device)] = received
         del received  # before the rank's own rows are copied
-        if arriving.ahead is None:
+        if ahead is None:
             _put_own(index, key, value, gathered)
     return gathered
 
@@ -146,3 +171,12 @@ def _start_return(call: Call, index: GatherIndex, grad_gathered: torch.Tensor) -
         returned = call.empty_rows(grad_gathered, len(index.send_rows), grad_gathered.shape[1])
         transfer = call.exchange.all_to_all(sent, index.receive_counts, returned, index.send_counts)
         return _Arriving(returned, transfer)
+
+
+def _add_returned(call: Call, index: GatherIndex, grads: Gradients, returning: _Arriving) -> None:
+    """Rank by rank: within one's part no row is there twice, so the sum has one order on every device."""
+    with call.transport.end():
+        returned = returning.take()
+    sent_rows, counts = on_device(index.send_rows, returned.device), list(index.send_counts)
+    for rows, part in zip(torch.split(sent_rows, counts), torch.split(returned, counts), strict=True):
+        add_rows(grads[1:], rows, part)

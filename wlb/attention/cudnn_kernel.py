@@ -11,7 +11,7 @@
   of them shows in what forward gives, and backward wants the same.
 * Rows between the tasks' are filled with zeros by some releases and by others not, so none of them is read.
 * Plans are kept by size. From cuDNN 9.6 on that is the numbers of rows, which Transformer Engine rounds up, and the
-  number of tasks, which it rounds up to 512 only; before, tasks and the longest of them. `OffsetCall` rounds both.
+  number of tasks, which it rounds up to 512 only; before, tasks and the longest of them. `RoundedCall` rounds both.
 
 Forward takes tasks apart as backward does: nothing says that rows of two tasks may overlap.
 
@@ -28,18 +28,25 @@ from typing import Any
 import torch
 
 from wlb.attention.device_rows import on_device
-from wlb.attention.kernel_rows import is_deterministic, parameter_names, rounded_size, taken, window_size
+from wlb.attention.kernel_rows import is_deterministic, parameter_names, rounded_size, taken, unused, window_size
 from wlb.attention.offset_kernel import OffsetKernel, Three
-from wlb.sharding.calls import OffsetCall
+from wlb.sharding.calls import KernelCall
 from wlb.sharding.phases import Phase
 from wlb.sharding.rows import Rows
 
 _OPERATORS = "transformer_engine.pytorch.cpp_extensions.fused_attn"
 _BACKEND = "F16_arbitrary_seqlen"
+_SHARED = (
+    *("q", "k", "v", "fake_dtype", "qkv_layout", "max_seqlen_q", "max_seqlen_kv", "cu_seqlens_q", "cu_seqlens_kv"),
+    *("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "fused_attention_backend", "attn_scale", "attn_mask_type"),
+    "window_size",
+)
+_FORWARD = (*_SHARED, "is_training")
+_BACKWARD = (*_SHARED, "o", "d_o", "aux_ctx_tensors", "deterministic")
 
 
 class CudnnKernel(OffsetKernel):
-    """Raises ImportError without Transformer Engine.
+    """Raises ImportError without Transformer Engine, and for one whose operators cannot be called as here.
 
     operators: with `fused_attn_fwd`, `fused_attn_bwd` and `FusedAttnBackend` of Transformer Engine's module, which is
         the default.
@@ -55,15 +62,22 @@ class CudnnKernel(OffsetKernel):
         self._dtype_codes = None
         if "dqkv_dtype" in names:
             self._dtype_codes = dtype_codes or import_module("transformer_engine.pytorch.constants").TE_DType
+        formats = ("o_format", "do_format", "dqkv_layout") if self._has_formats else ()
+        dtype = ("dqkv_dtype",) if self._dtype_codes is not None else ()
+        self._unused_forward = unused(self._operators.fused_attn_fwd, 0, *_FORWARD, *formats[:1])
+        self._unused_backward = unused(self._operators.fused_attn_bwd, 0, *_BACKWARD, *formats, *dtype)
         self._is_lse_by_task = False  # as the last forward gave it
 
-    def _forward_calls(self, phase: Phase) -> Sequence[OffsetCall]:
-        return phase.calls_apart
+    def _forward_calls(self, phase: Phase) -> Sequence[KernelCall]:
+        return phase.rounded_calls
 
-    def _arrays(self, call: OffsetCall) -> tuple[Rows, ...]:
+    def _backward_calls(self, phase: Phase) -> Sequence[KernelCall]:
+        return phase.rounded_calls
+
+    def _arrays(self, call: KernelCall) -> tuple[Rows, ...]:
         return call.query_starts, call.key_starts, call.query_edges, call.key_edges
 
-    def _sizes(self, head_size: int, value_size: int) -> tuple[int, int]:
+    def _sizes(self, head_size: int, value_size: int, *, backward: bool) -> tuple[int, int]:
         return rounded_size(head_size), rounded_size(value_size)
 
     def _attend(
@@ -71,7 +85,7 @@ class CudnnKernel(OffsetKernel):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        call: OffsetCall,
+        call: KernelCall,
         phase: Phase,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,6 +98,7 @@ class CudnnKernel(OffsetKernel):
             fake_dtype=query.dtype,
             qkv_layout=layout,
             **({"o_format": "thd"} if self._has_formats else {}),
+            **self._unused_forward,
             **self._shared(call, phase, scale, query.device),
         )
         self._is_lse_by_task = stats.dim() == 4
@@ -100,7 +115,7 @@ class CudnnKernel(OffsetKernel):
         value: torch.Tensor,
         out: torch.Tensor,
         log_sum_exp: torch.Tensor,
-        call: OffsetCall,
+        call: KernelCall,
         phase: Phase,
         scale: float,
     ) -> Three:
@@ -122,11 +137,12 @@ class CudnnKernel(OffsetKernel):
             qkv_layout=layout,
             deterministic=is_deterministic(),
             **formats,
+            **self._unused_backward,
             **self._shared(call, phase, scale, query.device),
         )
         return dq, dk, dv
 
-    def _stats(self, log_sum_exp: torch.Tensor, call: OffsetCall) -> torch.Tensor:
+    def _stats(self, log_sum_exp: torch.Tensor, call: KernelCall) -> torch.Tensor:
         """(T, N) -> as forward gave it."""
         if not self._is_lse_by_task:
             return log_sum_exp.unsqueeze(-1).contiguous()
@@ -135,7 +151,7 @@ class CudnnKernel(OffsetKernel):
         by_task[task, :, place, 0] = taken(log_sum_exp, call.query_rows)
         return by_task
 
-    def _shared(self, call: OffsetCall, phase: Phase, scale: float, device: torch.device) -> dict[str, Any]:
+    def _shared(self, call: KernelCall, phase: Phase, scale: float, device: torch.device) -> dict[str, Any]:
         """Arguments of both directions."""
         mask = "padding"
         if phase.causal:

@@ -44,15 +44,27 @@ class KvExchange(Protocol):
         ...
 
 
+CONNECTING_BACKENDS = frozenset({"nccl"})
+"""Those that connect the ranks of a group in its first call."""
+
+
+def cuda_backend(group: dist.ProcessGroup) -> str | None:
+    """What carries CUDA tensors: a group may have one backend for each kind of device, as `cpu:gloo,cuda:nccl` has.
+
+    A group made for one backend alone says likewise for which devices it is.
+    """
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return backends.get("cuda")
+
+
 class GroupExchange:
     """Over a torch.distributed process group. All its ranks must make one together: see below."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._size, self._rank = group.size(), group.rank()
-        if dist.get_backend(group) == "nccl":
-            # NCCL connects a group in its first call, for which it waits for all ranks; a ring step may have messages
-            # for some of them only.
+        if cuda_backend(group) in CONNECTING_BACKENDS:
+            # For the first call of a group these wait for all its ranks; a ring step may have messages for some only.
             dist.all_reduce(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())), group=group)
 
     @property

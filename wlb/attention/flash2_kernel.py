@@ -4,7 +4,7 @@ What differs by version, read in its source: up to 2.6 a window is one pair and 
 then two numbers and four tensors; the log-sum-exp is (tasks, N, longest) before 2.6 and (N, R) from it on. Which one is
 installed shows in its parameters and in what it gives.
 
-Shapes: R query rows of a phase, N query heads.
+Shapes: R query rows of a call, N query heads.
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ from typing import Any
 import torch
 
 from wlb.attention.device_rows import on_device
-from wlb.attention.kernel_rows import is_causal, is_deterministic, parameter_names, window_size
+from wlb.attention.kernel_rows import is_causal, is_deterministic, parameter_names, unused, window_size
 from wlb.attention.packed_kernel import PackedKernel, Three, edges
+from wlb.sharding.calls import KernelCall
 from wlb.sharding.phases import Phase
+
+_FORWARD = ("dropout_p", "softmax_scale", "causal", "alibi_slopes", "return_softmax")
+_BACKWARD = ("dropout_p", "softmax_scale", "causal", "alibi_slopes", "deterministic")
+_WINDOW = {True: ("window_size_left", "window_size_right"), False: ("window_size",)}
 
 
 class Flash2Kernel(PackedKernel):
-    """Raises ImportError without the package.
+    """Raises ImportError without the package, and for a release of it whose operators cannot be called as here.
 
     forward_op, backward_op: with the signatures of `_flash_attn_varlen_forward` and `_flash_attn_varlen_backward` in
     `flash_attn.flash_attn_interface`, which are the default.
@@ -37,20 +42,27 @@ class Flash2Kernel(PackedKernel):
         self._forward, self._backward = forward_op, backward_op
         forward_names, backward_names = parameter_names(forward_op), parameter_names(backward_op)
         self._has_two_window_sizes = "window_size_left" in forward_names
-        # Some releases have no defaults for them.
-        unused = {"softcap": 0.0, "block_table": None}
-        self._unused_forward = {name: value for name, value in unused.items() if name in forward_names}
-        self._unused_backward = {name: value for name, value in unused.items() if name in backward_names}
+        window = _WINDOW[self._has_two_window_sizes]
+        # Some releases have no default for it.
+        softcap = {"softcap": 0.0} if "softcap" in forward_names & backward_names else {}
+        self._unused_forward = softcap | unused(forward_op, 7, *_FORWARD, *window, *softcap)
+        self._unused_backward = softcap | unused(backward_op, 13, *_BACKWARD, *window, *softcap)
         self._is_lse_by_task = False  # as the last forward gave it
 
     def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, phase: Phase, scale: float
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: KernelCall,
+        phase: Phase,
+        scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         results = self._forward(
             query,
             key,
             value,
-            *edges(phase, query.device),
+            *edges(call, query.device),
             dropout_p=0.0,
             softmax_scale=scale,
             causal=is_causal(phase),
@@ -62,7 +74,7 @@ class Flash2Kernel(PackedKernel):
         out, log_sum_exp = results[:2] if len(results) == 4 else results[4:6]
         self._is_lse_by_task = log_sum_exp.dim() == 3
         if self._is_lse_by_task:
-            task, place = (on_device(rows, query.device) for rows in phase.query_places)
+            task, place = (on_device(rows, query.device) for rows in call.query_places)
             return out, log_sum_exp[task, :, place]
         return out, log_sum_exp.transpose(0, 1)  # (N, R) -> (R, N)
 
@@ -74,6 +86,7 @@ class Flash2Kernel(PackedKernel):
         value: torch.Tensor,
         out: torch.Tensor,
         log_sum_exp: torch.Tensor,
+        call: KernelCall,
         phase: Phase,
         scale: float,
     ) -> Three:
@@ -84,9 +97,9 @@ class Flash2Kernel(PackedKernel):
             key,
             value,
             out,
-            self._laid_out(log_sum_exp, phase),
+            self._laid_out(log_sum_exp, call),
             *grads,
-            *edges(phase, query.device),
+            *edges(call, query.device),
             dropout_p=0.0,
             softmax_scale=scale,
             causal=is_causal(phase),
@@ -103,11 +116,11 @@ class Flash2Kernel(PackedKernel):
             return {"window_size_left": left, "window_size_right": right}
         return {"window_size": (left, right)}
 
-    def _laid_out(self, log_sum_exp: torch.Tensor, phase: Phase) -> torch.Tensor:
+    def _laid_out(self, log_sum_exp: torch.Tensor, call: KernelCall) -> torch.Tensor:
         """(R, N) -> as forward gave it."""
         if not self._is_lse_by_task:
             return log_sum_exp.transpose(0, 1).contiguous()
-        by_task = log_sum_exp.new_zeros(phase.num_tasks, log_sum_exp.shape[1], phase.most_queries)
-        task, place = (on_device(rows, log_sum_exp.device) for rows in phase.query_places)
+        by_task = log_sum_exp.new_zeros(call.num_tasks, log_sum_exp.shape[1], call.most_queries)
+        task, place = (on_device(rows, log_sum_exp.device) for rows in call.query_places)
         by_task[task, :, place] = log_sum_exp
         return by_task

@@ -84,11 +84,42 @@ def window_size(phase: Phase) -> tuple[int, int]:
 
 
 def parameter_names(operator: Any) -> frozenset[str]:
-    """Of a function, or of a custom operator of torch, which hides its own behind `*args`."""
-    overload = getattr(operator, "_opoverload", None)
-    if overload is not None:
-        return frozenset(argument.name for argument in overload._schema.arguments)
-    return frozenset(inspect.signature(operator).parameters)
+    """Of a function or an operator of torch."""
+    return frozenset(_signature(operator).parameters)
+
+
+def unused(operator: Any, num_positional: int, *names: str) -> dict[str, None]:
+    """None for each parameter without a default that is not among the first `num_positional` or `names`.
+
+    Raises ImportError where it cannot be called with these: it is of a release that the caller does not know.
+    """
+    signature = _signature(operator)
+    parameters = list(signature.parameters.values())
+    rest = {
+        p.name: None
+        for p in parameters[num_positional:]
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in names
+    }
+    try:
+        signature.bind(*[None] * num_positional, **dict.fromkeys(names), **rest)
+    except TypeError as error:
+        name = getattr(operator, "__name__", operator)
+        raise ImportError(f"{name} has other parameters than those of the known releases: {error}") from error
+    return rest
+
+
+def _signature(operator: Any) -> inspect.Signature:
+    """An operator of torch, and a function that is made one, hides its own behind `*args`."""
+    operator = getattr(operator, "_opoverload", operator)
+    schema = getattr(getattr(operator, "default", operator), "_schema", None)
+    if schema is None:
+        return inspect.signature(operator)
+    kind, no_default = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    parameters = [
+        inspect.Parameter(a.name, kind, default=a.default_value if a.has_default_value() else no_default)
+        for a in schema.arguments
+    ]
+    return inspect.Signature(parameters)
 
 
 def is_deterministic() -> bool:

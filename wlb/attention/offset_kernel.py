@@ -16,7 +16,7 @@ import torch
 
 from wlb.attention.kernel_rows import add_at, check_heads, copy_ahead, rows_of, taken, widened
 from wlb.attention.partial import Partial
-from wlb.sharding.calls import OffsetCall
+from wlb.sharding.calls import KernelCall
 from wlb.sharding.phases import Phase
 from wlb.sharding.rows import Rows
 
@@ -47,10 +47,8 @@ class OffsetKernel(ABC):
         if not phase.num_tasks:
             return
         calls = self._forward_calls(phase)
-        used = [*calls, *(call for call in phase.calls_apart if call not in calls)]  # those of backward too
-        indices = [pair for call in used for pair in ((call.query_rows, query), (call.key_rows, key))]
-        copy_ahead((rows for call in used for rows in self._arrays(call)), indices, query.device)
-        head_size, out_size = self._sizes(query.shape[-1], value.shape[-1])
+        self._copy_ahead(list(dict.fromkeys((*calls, *self._backward_calls(phase)))), query, key)
+        head_size, out_size = self._sizes(query.shape[-1], value.shape[-1], backward=False)
         q, k, v = widened(query, head_size), widened(key, head_size), widened(value, out_size)
         add = partial.put if phase.first else partial.merge
         for call in calls:
@@ -71,24 +69,34 @@ class OffsetKernel(ABC):
     ) -> None:
         if not phase.num_tasks:
             return
-        head_size, out_size = self._sizes(query.shape[-1], value.shape[-1])
+        calls = self._backward_calls(phase)
+        self._copy_ahead(calls, query, key)  # of a phase that has no forward pass
+        head_size, out_size = self._sizes(query.shape[-1], value.shape[-1], backward=True)
         q, k = widened(query, head_size), widened(key, head_size)
         v, grad, merged = (widened(t, out_size) for t in (value, grad_out, out))
-        for call in phase.calls_apart:
+        for call in calls:
             parts = self._differentiate(grad, q, k, v, merged, log_sum_exp, call, phase, scale)
             for whole, rows, part in zip(grads, (call.query_rows, *[call.key_rows] * 2), parts, strict=True):
                 add_at(whole, rows, taken(part, rows))
 
+    def _copy_ahead(self, calls: Sequence[KernelCall], query: torch.Tensor, key: torch.Tensor) -> None:
+        indices = [pair for call in calls for pair in ((call.query_rows, query), (call.key_rows, key))]
+        copy_ahead((rows for call in calls for rows in self._arrays(call)), indices, query.device)
+
     @abstractmethod
-    def _forward_calls(self, phase: Phase) -> Sequence[OffsetCall]:
+    def _forward_calls(self, phase: Phase) -> Sequence[KernelCall]:
         """That make up the phase."""
 
     @abstractmethod
-    def _arrays(self, call: OffsetCall) -> tuple[Rows, ...]:
+    def _backward_calls(self, phase: Phase) -> Sequence[KernelCall]:
+        """Likewise; in none of them two tasks have a key in common."""
+
+    @abstractmethod
+    def _arrays(self, call: KernelCall) -> tuple[Rows, ...]:
         """What the operators are handed of a call."""
 
     @abstractmethod
-    def _sizes(self, head_size: int, value_size: int) -> tuple[int, int]:
+    def _sizes(self, head_size: int, value_size: int, *, backward: bool) -> tuple[int, int]:
         """To which heads are widened by zeros, for the operators: of queries and keys, and of values."""
 
     @abstractmethod
@@ -97,7 +105,7 @@ class OffsetKernel(ABC):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        call: OffsetCall,
+        call: KernelCall,
         phase: Phase,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,7 +120,7 @@ class OffsetKernel(ABC):
         value: torch.Tensor,
         out: torch.Tensor,
         log_sum_exp: torch.Tensor,
-        call: OffsetCall,
+        call: KernelCall,
         phase: Phase,
         scale: float,
     ) -> Three:

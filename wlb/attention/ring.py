@@ -50,9 +50,9 @@ def forward(call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Ten
         rows = arrival.wait() if arrival is not None else None
         arrival = _start_step(call, index, step.distance + 1, key, value)
         if rows is not None and step.phase.num_tasks:
-            step_key, step_value = key_and_value(rows, key, value)
-            call.kernel.forward(partial, query, step_key, step_value, step.phase, call.scale)
-    return Saved(out=partial.out.to(query.dtype), log_sum_exp=partial.log_sum_exp)
+            call.kernel.forward(partial, query, *key_and_value(rows, key, value), step.phase, call.scale)
+        del rows  # before the next step's are waited for, and so before room is made for those after them
+    return Saved(out=partial.out, log_sum_exp=partial.log_sum_exp)
 
 
 def backward(
@@ -72,12 +72,15 @@ def backward(
         arrival = _start_step(call, index, step.distance + 1, key, value)
         grad_rows = None
         if rows is not None:
-            step_key, step_value = key_and_value(rows, key, value)
+            step_key_and_value = key_and_value(rows, key, value)
             grad_rows = call.empty_rows(grads[0], *rows.shape).zero_()
             step_grads = (grads[0], *key_and_value(grad_rows, key, value))
-            call.kernel.backward(step_grads, grad_out, query, step_key, step_value, *inputs, step.phase, call.scale)
+            call.kernel.backward(step_grads, grad_out, query, *step_key_and_value, *inputs, step.phase, call.scale)
+            del step_key_and_value, step_grads
+        del rows  # as in forward; so do views of it
         _add_returned(grads, returning)
         returning = None if grad_rows is None else (step, _start_return(call, step, grad_rows))
+        del grad_rows
     yield
     _add_returned(grads, returning)
     return call.cast(grads, query, key, value)
@@ -85,11 +88,11 @@ def backward(
 
 def _start_step(call: Call, index: RingIndex, distance: int, key: torch.Tensor, value: torch.Tensor) -> _Arrival | None:
     """None after the last step, and for a step in which this rank neither sends nor receives."""
+    if distance == 1:
+        copy_to(key.device, [s.send_rows for s in index.steps])
     if distance > len(index.steps) or index.steps[distance - 1].is_idle:
         return None
     step, row_numbers = index.steps[distance - 1], num_row_numbers(key, value)
-    if distance == 1:
-        copy_to(key.device, [s.send_rows for s in index.steps])
     with call.transport.begin():
         sent = call.empty_rows(key, len(step.send_rows), row_numbers)
         pack_rows(key, value, step.send_rows, sent)

@@ -6,7 +6,8 @@ Shapes: T tokens of the micro-batch, N query heads, K key/value heads, H head si
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -56,6 +57,7 @@ def sharded_attention(
     window_tokens: int | None = None,
     keep_gathered: bool = False,
     kernel: str = "auto",
+    deterministic: bool = False,
     transport: Transport | None = None,
 ) -> torch.Tensor:
     """Causal attention inside each document of a micro-batch that is divided over ranks.
@@ -72,6 +74,8 @@ def sharded_attention(
         window_tokens: a query at position i sees keys (i - window_tokens, i]; all before it by default.
         keep_gathered: keep what "all_gather" fetched until backward; else it is fetched again.
         kernel: what computes, by its name in `wlb.attention.kernels`; "auto" chooses.
+        deterministic: backward gives the same bits again, as under `torch.use_deterministic_algorithms`, which asks for
+            it too: kernels are told, and gradients of keys that several spans see are added up in one order.
         transport: where rows are handled on their way; that of the device by default.
 
     Returns:
@@ -96,14 +100,16 @@ def sharded_attention(
         transport=transport,
     )
     function = _AllGatherAttention if comm_type == "all_gather" else _RingAttention
-    out: torch.Tensor = function.apply(call, query, key, value)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = function.apply(call, deterministic, query, key, value)  # type: ignore[no-untyped-call]
     return out
 
 
 class _AllGatherAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return _forward(ctx, all_gather, call, query, key, value)
+    def forward(
+        ctx: Any, call: Call, deterministic: bool, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        return _forward(ctx, all_gather, call, deterministic, query, key, value)
 
     @staticmethod
     @once_differentiable
@@ -113,8 +119,10 @@ class _AllGatherAttention(torch.autograd.Function):
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return _forward(ctx, ring, call, query, key, value)
+    def forward(
+        ctx: Any, call: Call, deterministic: bool, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        return _forward(ctx, ring, call, deterministic, query, key, value)
 
     @staticmethod
     @once_differentiable
@@ -123,20 +131,40 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _forward(
-    ctx: Any, path: Path, call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ctx: Any,
+    path: Path,
+    call: Call,
+    deterministic: bool,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
 ) -> torch.Tensor:
     query, key, value = (with_unit_stride(t) for t in (query, key, value))
     saved = exhausted(path.forward(call, query, key, value))
     ctx.save_for_backward(query, key, value, *tensors_to_save(saved))
-    ctx.call = call
+    ctx.call, ctx.deterministic = call, deterministic
     return saved.out
 
 
 def _backward(ctx: Any, path: Path, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     query, key, value, *rest = ctx.saved_tensors
-    # Copied once here, if at all, instead of in every block.
-    grads = exhausted(path.backward(ctx.call, restored(rest), query, key, value, grad_out.contiguous()))
-    return None, *grads
+    with _deterministic_algorithms(asked=ctx.deterministic):
+        # Copied once here, if at all, instead of in every block.
+        grads = exhausted(path.backward(ctx.call, restored(rest), query, key, value, grad_out.contiguous()))
+    return None, None, *grads
+
+
+@contextmanager
+def _deterministic_algorithms(*, asked: bool) -> Iterator[None]:
+    """Torch's switch is where kernels and sums look, and it is the whole process's: on for this block, if asked."""
+    if not asked or torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def path_of(comm_type: CommType) -> Path:

@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 
-from wlb.attention.kernel_rows import is_causal, window_size
+from wlb.attention.kernel_rows import is_causal, unused, window_size
 from wlb.attention.packed_kernel import PackedKernel, Three, edges
+from wlb.sharding.calls import KernelCall
 from wlb.sharding.phases import Phase
 
 
 class TorchKernel(PackedKernel):
-    """Its backward is deterministic where torch is asked to be.
+    """Its backward is deterministic where torch is asked to be. Raises ImportError for a release of torch whose
+    operators cannot be called as here.
 
     forward_op, backward_op: with the signatures of `torch.ops.torch_attn._varlen_attn` and `..._backward`, which are
     the default.
@@ -30,16 +32,24 @@ class TorchKernel(PackedKernel):
 
             forward_op = forward_op or torch.ops.torch_attn._varlen_attn
             backward_op = backward_op or torch.ops.torch_attn._varlen_attn_backward
+        for operator, num_passed in ((forward_op, 11), (backward_op, 14)):
+            unused(operator, num_passed)
         self._forward, self._backward = forward_op, backward_op
 
     def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, phase: Phase, scale: float
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: KernelCall,
+        phase: Phase,
+        scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, log_sum_exp, _ = self._forward(
             query,
             key,
             value,
-            *edges(phase, query.device),
+            *edges(call, query.device),
             is_causal(phase),
             scale,
             list(window_size(phase)),
@@ -55,6 +65,7 @@ class TorchKernel(PackedKernel):
         value: torch.Tensor,
         out: torch.Tensor,
         log_sum_exp: torch.Tensor,
+        call: KernelCall,
         phase: Phase,
         scale: float,
     ) -> Three:
@@ -65,7 +76,7 @@ class TorchKernel(PackedKernel):
             value,
             out,
             log_sum_exp.transpose(0, 1).contiguous(),  # (R, N) -> (N, R)
-            *edges(phase, query.device),
+            *edges(call, query.device),
             is_causal(phase),
             torch.zeros(2, dtype=torch.uint64, device=query.device),  # of dropout, of which there is none
             scale,

@@ -8,6 +8,8 @@ while attention leaves most of the memory's bandwidth unused. Two waits keep the
                              v                        ^
     side                     pack, exchange, unpack ---
 
+In backward two transfers hide so: keys come again beside a part of the local block, gradients go back beside the rest.
+
 `begin` makes the side stream wait for all that was launched before, `end` makes all that is launched afterwards wait
 for the side stream. The host waits for neither.
 
@@ -35,9 +37,11 @@ class Transport(Protocol):
     """Where and in what sizes rows are handled on their way.
 
     allocates_ahead: what `end` fills must be allocated inside `begin`.
+    hides_transfers: attention goes on at full speed beside a transfer, so that it is worth dividing it for two of them.
     """
 
     allocates_ahead: bool
+    hides_transfers: bool
 
     def begin(self) -> AbstractContextManager[None]:
         """Inside: pack and start to send what was computed before."""
@@ -53,9 +57,10 @@ class Transport(Protocol):
 
 
 class HostTransport:
-    """Everything in turn, in buffers of exactly what they hold."""
+    """Everything in turn, in buffers of exactly what they hold; gloo's threads take attention's cores."""
 
     allocates_ahead = False
+    hides_transfers = False
 
     def begin(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -74,6 +79,7 @@ class SideStream:
     """
 
     allocates_ahead = True
+    hides_transfers = True
 
     def __init__(
         self, side: Any, current: Callable[[], Any], enter: Callable[[Any], AbstractContextManager[Any]]

@@ -10,8 +10,10 @@ Tasks with keys [0, 4), [0, 9) and [9, 12)::
     call 0    [0, 4)  [9, 12)
     call 1    [0, 9)
 
-Kernels that keep a plan for each size they have seen (cuDNN does) would build one for nearly every micro-batch. So
-the number of tasks and the longest of them are rounded up to powers of two; tasks that fill up have no rows.
+Kernels that keep a plan for each size they have seen (cuDNN does) would build one for nearly every micro-batch. For
+them the number of tasks and the longest of them are rounded up to powers of two; tasks that fill up have no rows. All
+others launch blocks for the longest task in every task, so for them nothing is rounded, and short tasks go to calls of
+their own (see `length_classes`).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from functools import cached_property
 
 import numpy as np
 
+from wlb.sharding.length_classes import length_classes
 from wlb.sharding.rows import Int64, Rows
 from wlb.sharding.tasks import TaskTable
 
@@ -30,7 +33,7 @@ LEAST_ROWS = 128
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class OffsetCall:
+class KernelCall:
     """Tasks of one call; rows of queries do not overlap, and both starts do not decrease.
 
     queries, keys: (tasks, 2) int64 start, stop; keys of one buffer.
@@ -41,8 +44,8 @@ class OffsetCall:
 
     @property
     def num_tasks(self) -> int:
-        """Rounded up."""
-        return bucket(len(self.queries))
+        """With those that fill up."""
+        return len(self.queries)
 
     @cached_property
     def query_rows(self) -> Rows:
@@ -86,13 +89,13 @@ class OffsetCall:
 
     @cached_property
     def most_queries(self) -> int:
-        """Of one task, rounded up."""
-        return bucket(int((self.queries[:, 1] - self.queries[:, 0]).max()), LEAST_ROWS)
+        """Of one task."""
+        return longest(self.queries)
 
     @cached_property
     def most_keys(self) -> int:
-        """Of one task, rounded up."""
-        return bucket(int((self.keys[:, 1] - self.keys[:, 0]).max()), LEAST_ROWS)
+        """Of one task."""
+        return longest(self.keys)
 
     @cached_property
     def keys_are_queries(self) -> bool:
@@ -115,17 +118,33 @@ class OffsetCall:
         return Rows(lengths)
 
 
-def one_call(table: TaskTable) -> OffsetCall:
+class RoundedCall(KernelCall):
+    """The same, for kernels that keep a plan for each size: see the module."""
+
+    @property
+    def num_tasks(self) -> int:
+        return bucket(len(self.queries))
+
+    @cached_property
+    def most_queries(self) -> int:
+        return bucket(longest(self.queries), LEAST_ROWS)
+
+    @cached_property
+    def most_keys(self) -> int:
+        return bucket(longest(self.keys), LEAST_ROWS)
+
+
+def one_call(table: TaskTable) -> KernelCall:
     """All tasks, whatever keys they share. There must be a task, and the keys of each must lie in one run."""
     first, last = table.edges[:-1], table.edges[1:] - 1
     keys = np.stack((table.keys[first, 0], table.keys[last, 1]), axis=1)
     follows = table.keys[1:, 0] == table.keys[:-1, 1]
     follows[table.edges[1:-1] - 1] = True  # the next piece is another task's
     assert follows.all(), "the pieces of a task's keys must follow each other in their buffer"
-    return OffsetCall(queries=table.queries[:, :2], keys=keys)
+    return KernelCall(queries=table.queries[:, :2], keys=keys)
 
 
-def calls_apart(call: OffsetCall) -> tuple[OffsetCall, ...]:
+def calls_apart(call: KernelCall) -> tuple[KernelCall, ...]:
     """The same tasks in as few calls as there can be whose keys do not overlap.
 
     By first fit, which for intervals in the order of their starts needs no more calls than one key is seen by tasks.
@@ -133,14 +152,30 @@ def calls_apart(call: OffsetCall) -> tuple[OffsetCall, ...]:
     numbers = _numbers_in_groups(call)
     if numbers is None:
         numbers = _first_fit(call)
+    return _divided(call, numbers)
+
+
+def by_length(call: KernelCall) -> tuple[KernelCall, ...]:
+    """The same tasks, short ones apart from long ones: see `length_classes`."""
+    queries, keys = call.queries, call.keys
+    return _divided(call, length_classes(queries[:, 1] - queries[:, 0], keys[:, 1] - keys[:, 0]))
+
+
+def rounded(call: KernelCall) -> RoundedCall:
+    """The same tasks, for a kernel that keeps a plan for each size."""
+    return RoundedCall(queries=call.queries, keys=call.keys)
+
+
+def _divided(call: KernelCall, numbers: Int64) -> tuple[KernelCall, ...]:
+    """numbers: (tasks,) in which of the calls each is; itself where they are all in the first."""
     if not numbers.any():
         return (call,)
     return tuple(
-        OffsetCall(queries=call.queries[numbers == n], keys=call.keys[numbers == n]) for n in range(numbers.max() + 1)
+        KernelCall(queries=call.queries[numbers == n], keys=call.keys[numbers == n]) for n in range(numbers.max() + 1)
     )
 
 
-def _numbers_in_groups(call: OffsetCall) -> Int64 | None:
+def _numbers_in_groups(call: KernelCall) -> Int64 | None:
     """(tasks,) call of each, where tasks come in groups that share keys all with all, as those of one document do.
 
     None where they do not, which only a sliding window brings about.
@@ -156,7 +191,7 @@ def _numbers_in_groups(call: OffsetCall) -> Int64 | None:
     return numbers
 
 
-def _first_fit(call: OffsetCall) -> Int64:
+def _first_fit(call: KernelCall) -> Int64:
     """(tasks,) call of each."""
     ends: list[tuple[int, int]] = []
     numbers = []
@@ -166,6 +201,11 @@ def _first_fit(call: OffsetCall) -> Int64:
         ends[number : number + 1] = [(query_stop, key_stop)]
         numbers.append(number)
     return np.array(numbers, dtype=np.int64)
+
+
+def longest(ranges: Int64) -> int:
+    """Of (tasks, 2) start, stop."""
+    return int((ranges[:, 1] - ranges[:, 0]).max())
 
 
 def bucket(count: int, least: int = 1) -> int:

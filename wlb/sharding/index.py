@@ -14,11 +14,15 @@ from typing import Literal
 
 import numpy as np
 
+from wlb.sharding.calls import LEAST_ROWS
 from wlb.sharding.overlaps import Overlaps, Spans, overlaps, spans_of, wanted_of
 from wlb.sharding.phases import Phase, PhaseBuilder
 from wlb.sharding.plan import ShardPlan
 from wlb.sharding.rows import Int64, Rows
 from wlb.sharding.tasks import TaskTable
+
+GATHER_SHARE = 1 / 3
+"""Of the local work, beside the gather of the backward pass: as keys come in 16 bits and gradients go back in 32."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,6 +30,7 @@ class GatherIndex:
     """One exchange of all that is missing, into a buffer with each document's keys in order.
 
     local: every span against itself; under a window only the spans that need no other keys.
+    local_parts: the same in two phases, for a backward pass with two transfers to hide; in one where there are none.
     remote: the rest, on the gathered buffer.
     exchanges: whether any rank receives anything: the exchange is a collective.
     send_rows: local rows for each rank, back to back. send_counts: how many each.
@@ -34,6 +39,7 @@ class GatherIndex:
     """
 
     local: Phase
+    local_parts: tuple[Phase, ...]
     remote: Phase
     exchanges: bool
     send_rows: Rows
@@ -121,10 +127,12 @@ def _gather_index(plan: ShardPlan, rank: int, window: int | None) -> GatherIndex
     first_key = places[interval] + at - intervals.at[interval]
     keys = np.stack([first_key, first_key + end[beyond] - low[beyond], low[beyond]], axis=1)
     builder = PhaseBuilder(plan.rank_tokens, window)
+    local = builder.phase(
+        TaskTable.of_single_pieces(queries[alone], queries[alone]), num_keys=plan.rank_tokens, causal=True
+    )
     return GatherIndex(
-        local=builder.phase(
-            TaskTable.of_single_pieces(queries[alone], queries[alone]), num_keys=plan.rank_tokens, causal=True
-        ),
+        local=local,
+        local_parts=_parts(local) if len(sent_rows) or not own.all() else (local,),
         remote=builder.phase(
             TaskTable.of_single_pieces(queries[beyond], keys),
             num_keys=int(intervals.lengths.sum()),
@@ -137,6 +145,27 @@ def _gather_index(plan: ShardPlan, rank: int, window: int | None) -> GatherIndex
         receive_counts=_sums(arriving.lengths[~own], held.ranks[arriving.second[~own]], plan.cp_size),
         own_rows=Rows.between(own_row, own_row + arriving.lengths[own]),
         own_places=Rows.between(place[own], place_stop[own]),
+    )
+
+
+def _parts(local: Phase) -> tuple[Phase, ...]:
+    """The shortest tasks, of about `GATHER_SHARE` of the work, and the others; in one where one task has most of it."""
+    queries = local.table.queries
+    # Kernels compute whole tiles.
+    num_rows = np.maximum(local.table.query_lengths, LEAST_ROWS)
+    work = num_rows * (num_rows if local.window is None else np.minimum(num_rows, local.window))
+    order = np.argsort(work, kind="stable")
+    done = np.concatenate([[0], np.cumsum(work[order])])
+    count = int(np.argmin(np.abs(done - GATHER_SHARE * done[-1])))
+    if count in (0, len(queries)):
+        return (local,)
+    is_first = np.zeros(len(queries), dtype=np.bool_)
+    is_first[order[:count]] = True
+    return tuple(
+        PhaseBuilder(local.num_queries, local.window).phase(
+            TaskTable.of_single_pieces(rows, rows), num_keys=local.num_keys, causal=True
+        )
+        for rows in (queries[is_first], queries[~is_first])
     )
 
 

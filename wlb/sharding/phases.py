@@ -22,8 +22,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.sharding.calls import OffsetCall, calls_apart, cumulative, one_call, places
-from wlb.sharding.rows import Rows, expanded
+from wlb.sharding.calls import KernelCall, RoundedCall, by_length, calls_apart, one_call, rounded
+from wlb.sharding.parts import Parts, parts_of
+from wlb.sharding.rows import expanded
 from wlb.sharding.tasks import Task, TaskTable
 
 Kind = Literal["full", "diagonal", "masked"]
@@ -100,58 +101,44 @@ class Phase:
         return tuple(blocks), seen
 
     @cached_property
-    def merges(self) -> bool:
-        """Whether any query of it gets its output in parts."""
-        if not self.first:
-            return True
-        if self.window is None:
-            return not self.table.are_one_block_each
-        return not all(b.first for b in self.blocks)
+    def parts(self) -> Parts:
+        """Of all queries after this phase, by phases."""
+        tables = ((phase.table.queries, phase.first) for phase in self._up_to_here())
+        return parts_of(((expanded(rows[:, 0], rows[:, 1]), first) for rows, first in tables), self.num_queries)
 
     @cached_property
-    def query_rows(self) -> Rows:
-        """Of all tasks, back to back."""
-        return Rows.between(self.table.queries[:, 0], self.table.queries[:, 1])
+    def parts_by_block(self) -> Parts:
+        """Of all queries after this phase, by blocks."""
+        blocks = (block for phase in self._up_to_here() for block in phase.blocks)
+        return parts_of(((slice(b.query_start, b.query_stop), b.first) for b in blocks), self.num_queries)
+
+    def _up_to_here(self) -> list[Phase]:
+        """From the first one to this."""
+        phases = [self]
+        while (previous := phases[-1].previous) is not None:
+            phases.append(previous)
+        return phases[::-1]
 
     @cached_property
-    def key_rows(self) -> Rows:
-        """Of all tasks, back to back; keys that several tasks see are there several times."""
-        return Rows.between(self.table.keys[:, 0], self.table.keys[:, 1])
-
-    @cached_property
-    def query_edges(self) -> Rows:
-        """(tasks + 1,) int32, leading 0."""
-        return cumulative(self.table.query_lengths)
-
-    @cached_property
-    def key_edges(self) -> Rows:
-        """(tasks + 1,) int32, leading 0."""
-        return cumulative(self.table.key_lengths)
-
-    @cached_property
-    def most_queries(self) -> int:
-        """Of one task."""
-        return int(self.table.query_lengths.max())
-
-    @cached_property
-    def most_keys(self) -> int:
-        """Of one task."""
-        return int(self.table.key_lengths.max())
-
-    @cached_property
-    def query_places(self) -> tuple[Rows, Rows]:
-        """Of each of `query_rows` its task, and its number in it."""
-        return places(self.table.query_lengths)
-
-    @cached_property
-    def call(self) -> OffsetCall:
-        """All tasks as a kernel takes them that reads keys where they lie."""
+    def call(self) -> KernelCall:
+        """All tasks; there must be one."""
         return one_call(self.table)
 
     @cached_property
-    def calls_apart(self) -> tuple[OffsetCall, ...]:
-        """The same in calls that may write gradients: in none of them two tasks have a key in common."""
-        return calls_apart(self.call)
+    def calls_by_length(self) -> tuple[KernelCall, ...]:
+        """The same for a kernel that copies keys: short tasks apart from long ones."""
+        return by_length(self.call)
+
+    @cached_property
+    def calls_apart(self) -> tuple[KernelCall, ...]:
+        """The same for a kernel that writes gradients where keys lie: in no call two tasks have a key in common, and
+        short tasks are apart from long ones."""
+        return tuple(part for call in calls_apart(self.call) for part in by_length(call))
+
+    @cached_property
+    def rounded_calls(self) -> tuple[RoundedCall, ...]:
+        """As `calls_apart` for a kernel that keeps a plan for each size, so of all lengths together."""
+        return tuple(rounded(call) for call in calls_apart(self.call))
 
 
 class PhaseBuilder:

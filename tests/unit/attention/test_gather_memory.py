@@ -1,6 +1,7 @@
 """What gathered keys and values hold, in one process that holds one of two ranks at a time."""
 
 import threading
+from collections.abc import Generator
 
 import pytest
 import torch
@@ -101,6 +102,46 @@ def test_attention_holds_one_copy_of_what_it_gathers(name, rank):
     dropped, _saved = forward(plan, rank, keep_gathered=False)
     assert dropped.attending_bytes == gathered_bytes
     assert dropped.live_bytes == 0
+
+
+class Watched(Generator):
+    """The generator of one rank, whose memory is followed while it runs."""
+
+    def __init__(self, generator, memory):
+        self._generator, self._memory = generator, memory
+
+    def send(self, value):
+        with self._memory:
+            return self._generator.send(value)
+
+    def throw(self, *error):
+        return self._generator.throw(*error)
+
+
+@pytest.mark.parametrize("comm_type", ["all_gather", "p2p"])
+def test_backward_lets_keys_go_before_gradients_leave(comm_type):
+    plan = Sharding(name="per_document", cp_size=2).plan((600, 300, 41, 1, 58))
+    mailbox, path, memory = Sent(2), path_of(comm_type), GatherMemory(NUMBERS)
+    ranks = []
+    for rank in range(2):
+        tensors = [torch.randn(plan.rank_tokens, 2, 4) for _ in range(3)]
+        exchange = mailbox.exchange(rank)
+        options = {"comm_type": comm_type, "scale": None, "window_tokens": None, "keep_gathered": False}
+        ranks.append((checked_call(*tensors, plan, rank, exchange, **options), tensors))
+    saved = in_lockstep([path.forward(call, *tensors) for call, tensors in ranks])
+    started = [path.backward(call, s, *t, torch.ones_like(s.out)) for (call, t), s in zip(ranks, saved, strict=True)]
+    in_lockstep([Watched(started[0], memory), started[1]])
+    index = gather_index(plan, 0, None)
+    sent, received = len(index.send_rows), len(index.places)
+    if comm_type == "all_gather":
+        # Gradients of the gathered rows, those of them that leave, and room for those that return.
+        rows = index.gathered_rows + received + sent
+        assert rows >= 2 * index.gathered_rows, "keys and gradients while attention runs are no more"
+    else:
+        rows = 2 * received  # keys and their gradients, which are sent as they are
+        assert rows > received + sent
+    assert memory.peak_bytes == rows * ROW_BYTES
+    assert memory.live_bytes == 0
 
 
 def test_views_of_other_tensors_do_not_count():

@@ -1,9 +1,10 @@
-"""A library that keeps a plan for each size builds few, whatever lengths come; counted as its operators are called."""
+"""A library that keeps a plan for each size builds few, whatever lengths come; one that launches blocks for the longest
+task in every task launches few for nothing. Counted as their operators are called."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +12,15 @@ import pytest
 import torch
 
 from tests.harness.attention_operators import with_parameters
-from tests.harness.flash_operators import FLASH3_PARAMETERS
+from tests.harness.flash_operators import FLASH2_PARAMETERS, FLASH3_PARAMETERS
 from wlb.attention.cudnn_kernel import CudnnKernel
+from wlb.attention.flash2_kernel import Flash2Kernel
 from wlb.attention.flash3_kernel import Flash3Kernel
 from wlb.attention.partial import Partial
+from wlb.attention.torch_kernel import TorchKernel
 from wlb.sharding import SHARDERS, ShardCosts, calls
 from wlb.sharding.index import gather_index
+from wlb.sharding.length_classes import TILE_ROWS
 from wlb.sharding.phases import Phase
 
 WINDOW, CP_SIZE = 32768, 4
@@ -57,16 +61,33 @@ def _cudnn(sizes: list[tuple[int, ...]]) -> CudnnKernel:
     return CudnnKernel(SimpleNamespace(FusedAttnBackend={"F16_arbitrary_seqlen": 1}, **operators))
 
 
-def _flash3(sizes: list[tuple[int, ...]]) -> Flash3Kernel:
-    def note(a: Any, used: str) -> None:
-        sizes.append((len(a[used]), a["max_seqlen_q"], a["max_seqlen_k"]))
+def _flash(kernel: Any, parameters: Any) -> Callable[[list[tuple[int, ...]]], Any]:
+    """Notes what backward is called with."""
 
-    def forward(a: Any) -> Any:
-        note(a, "seqused_q")
-        return a["q"], a["q"].new_zeros(1, len(a["q"])), None, None
+    def make(sizes: list[tuple[int, ...]]) -> Any:
+        def forward(a: Any) -> Any:
+            return a["q"], a["q"].new_zeros(1, len(a["q"])), None, None
 
-    operators = (forward, lambda a: note(a, "sequed_q"))
-    return Flash3Kernel(*(with_parameters(*p, f) for p, f in zip(FLASH3_PARAMETERS["3.0"], operators, strict=True)))
+        def backward(a: Any) -> None:
+            sizes.append((len(a["cu_seqlens_q"]) - 1, a["max_seqlen_q"], a["max_seqlen_k"]))
+
+        return kernel(*(with_parameters(*p, f) for p, f in zip(parameters, (forward, backward), strict=True)))
+
+    return make
+
+
+def _torch(sizes: list[tuple[int, ...]]) -> TorchKernel:
+    """Likewise."""
+
+    def forward(query: Any, *_others: Any) -> Any:
+        return query, query.new_zeros(1, len(query)), None
+
+    def backward(_grad: Any, q: Any, k: Any, v: Any, _out: Any, _lse: Any, *edges: Any) -> Any:
+        cu_q, _, max_q, max_k, *_ = edges
+        sizes.append((len(cu_q) - 1, max_q, max_k))
+        return q, k, v
+
+    return TorchKernel(forward, backward)
 
 
 def _sizes_of(make: Any, count: int, seed: int) -> list[tuple[int, ...]]:
@@ -84,15 +105,38 @@ def _sizes_of(make: Any, count: int, seed: int) -> list[tuple[int, ...]]:
     return sizes
 
 
-@pytest.mark.parametrize("make", [_cudnn, _flash3])
-def test_few_sizes_for_many_packs(make: Any) -> None:
+def test_few_sizes_for_many_packs() -> None:
     """All are powers of two. With up to 128 tasks, queries from 128 to 8,192 and keys from 128 to 32,768 there are at
     most 8 * 7 * 9 = 504, however long training is; 60 packs see an eighth of them."""
-    sizes = _sizes_of(make, 60, seed=1)
+    sizes = _sizes_of(_cudnn, 60, seed=1)
     assert len(sizes) > 400
     assert all(n & (n - 1) == 0 for size in sizes for n in size)
     assert all(tasks <= 128 and 128 <= queries <= 8192 and 128 <= keys <= WINDOW for tasks, queries, keys in sizes)
     assert len(set(sizes)) <= 80
+
+
+LAUNCHING = {
+    "flash3": _flash(Flash3Kernel, FLASH3_PARAMETERS["3.0"]),
+    "flash2": _flash(Flash2Kernel, FLASH2_PARAMETERS["2.8"]),
+    "torch": _torch,
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHING)
+def test_few_blocks_are_launched_for_nothing(name: str) -> None:
+    """What an operator that launches blocks for the longest task is asked for in backward, beside what tasks need."""
+    sizes = _sizes_of(LAUNCHING[name], 20, seed=1)
+    phases = list(_phases(20, seed=1))
+    needed = sum(_tiles(stop - start) for p in phases for start, stop in p.call.keys.tolist())
+    launched = sum(num_tasks * _tiles(most_keys) for num_tasks, _, most_keys in sizes)
+    assert sum(num_tasks for num_tasks, _, _ in sizes) == sum(p.num_tasks for p in phases)
+    assert len(sizes) < 2 * len(phases)
+    assert needed <= launched <= 3 * needed
+    assert sum(p.num_tasks * _tiles(p.call.most_keys) for p in phases) > 4 * needed, "in one call a phase"
+
+
+def _tiles(rows: int) -> int:
+    return -(-rows // TILE_ROWS)
 
 
 def test_without_rounding_nearly_every_pack_would_bring_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,3 +103,12 @@ def test_no_kernel_waits(name: str, comm_type: str, window: int | None, monkeypa
         several = _train(LAYERS, comm_type, window)
     assert not syncs.found
     assert 0 < once == several
+
+
+@pytest.mark.parametrize("name", ["flash3", "flash2", "cudnn"])
+def test_each_phase_is_one_copy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the exchange, local and remote phase, and the two parts of the local one in the backward pass."""
+    kernel = KERNELS[name]()
+    monkeypatch.setattr(sharded, "kernel_for", lambda *_, **__: kernel)
+    with fake_cuda():
+        assert _train(1, "all_gather", None) == 5

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness.attention_operators import Calls
-from tests.harness.flash_operators import flash2_operators
+from tests.harness.attention_operators import Calls, torch_operators
+from tests.harness.engine_operators import EngineDtypes, engine_operators
+from tests.harness.flash_operators import flash2_operators, flash3_operators
 from tests.parity.sharded_cases import HEADS, Heads, inputs, plan_named, run_sharded
 from wlb.attention import kernels, sharded_attention
 from wlb.attention.cpu_kernel import CpuKernel
+from wlb.attention.cudnn_kernel import CudnnKernel
 from wlb.attention.flash2_kernel import Flash2Kernel
-from wlb.attention.kernel_rows import parameter_names
+from wlb.attention.flash3_kernel import Flash3Kernel
+from wlb.attention.kernel_rows import parameter_names, unused
 from wlb.attention.kernels import KERNELS, available_kernels, kernel_for
 from wlb.attention.torch_kernel import TorchKernel
 from wlb.errors import ConfigError
@@ -138,10 +141,59 @@ def test_the_packages_that_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> No
         for name in ("flash_attn_interface", "flash_attn_3", "flash_attn_3.flash_attn_interface"):
             monkeypatch.delitem(sys.modules, name, raising=False)
         interface = ModuleType(module)
+        forward, backward = flash3_operators("3.0", Calls())
         interface._flash_attn_forward, interface._flash_attn_backward = forward, backward  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "flash_attn_3", ModuleType("flash_attn_3"))
         monkeypatch.setitem(sys.modules, module, interface)
         assert KERNELS["flash3"]()._forward is forward  # type: ignore[attr-defined]
+
+
+def _of_another_release(q: Any, k: Any, v: Any, softmax_scale: Any, causal: bool) -> None:
+    """As flash-attn had it before variable lengths came into the same function."""
+
+
+@pytest.mark.parametrize("name", ["flash3", "cudnn", "flash2", "torch"])
+def test_a_release_that_cannot_be_called_is_passed_by(name: str, monkeypatch: pytest.MonkeyPatch, machine: Any) -> None:
+    machine((9, 0), "torch")
+    known = {
+        "flash3": (Flash3Kernel, flash3_operators("beta", Calls())),
+        "flash2": (Flash2Kernel, flash2_operators("2.8", Calls())),
+        "torch": (TorchKernel, torch_operators(Calls())),
+    }
+    for direction in (0, 1):
+
+        def made(direction: int = direction) -> Any:
+            if name == "cudnn":
+                operators = engine_operators("2.20.2", Calls())
+                setattr(operators, ("fused_attn_fwd", "fused_attn_bwd")[direction], _of_another_release)
+                return CudnnKernel(operators, EngineDtypes())
+            kernel, operators = known[name]
+            return kernel(*(_of_another_release if i == direction else op for i, op in enumerate(operators)))
+
+        monkeypatch.setitem(KERNELS, name, made)
+        kernels._obstacle.cache_clear()
+        kernels._made.cache_clear()
+        obstacle = available_kernels(CUDA)[name]
+        assert obstacle.startswith("cannot be imported: _of_another_release has other parameters than those of the")
+        if name != "torch":
+            assert _auto() == "torch"
+        with pytest.raises(ConfigError, match="_of_another_release has other parameters"):
+            kernel_for(CUDA, name)
+
+
+def test_what_has_no_default_and_is_not_passed_gets_none() -> None:
+    def operator(q: Any, new: Any, scale: Any, also_new: Any, known: float = 1.0, *more: Any, **others: Any) -> None:
+        """As releases add parameters."""
+
+    assert unused(operator, 1, "scale") == {"new": None, "also_new": None}
+    assert unused(operator, 2, "scale", "also_new", "known", "of others") == {}
+    with pytest.raises(ImportError, match="operator has other parameters"):
+        unused(operator, 2, "new")
+    forward, backward = flash3_operators("beta", Calls())
+    kernel = Flash3Kernel(forward, backward)
+    assert len(kernel._unused_forward) == 14
+    assert set(kernel._unused_forward.values()) == {None}
+    assert kernel._unused_backward == {}
 
 
 def test_parameters_of_a_custom_operator_of_torch() -> None:
@@ -153,6 +205,10 @@ def test_parameters_of_a_custom_operator_of_torch() -> None:
 
     assert parameter_names(flash_like) == {"q", "dq", "window_size_left"}
     assert parameter_names(lambda q, window_size: None) == {"q", "window_size"}
+    assert unused(flash_like, 1) == {"dq": None}
+    assert unused(flash_like, 1, "dq", "window_size_left") == {}
+    with pytest.raises(ImportError, match=r"has other parameters than those of the known releases.*'window_size'"):
+        unused(flash_like, 2, "window_size")
 
 
 def test_what_flash_attention_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from wlb.attention import Mailbox, all_gather, all_ranks_attention, call, ring
+from wlb.attention import Mailbox, all_gather, all_ranks_attention, call, device_rows, ring
 from wlb.attention.in_process import in_lockstep
 from wlb.attention.sharded import checked_call, path_of
 from wlb.attention.transport import SideStream
+from wlb.sharding.index import ring_index
 from wlb.sharding.plan import ShardPlan, plan_of_chunks
 
 # Three ranks hold 4 tokens each, head-tail: every rank needs keys of others.
@@ -27,11 +29,14 @@ class Recorder:
 
     log: "name @ stream" and "stream waits for stream", in the order of the host.
     after: of each name, everything that is sure to be over when it runs.
+    alive: of each name, the watched memory that somebody held when it was launched.
     """
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.after: dict[str, set[str]] = {}
+        self.alive: dict[str, set[str]] = {}
+        self._memory: dict[str, StorageWeakRef] = {}
         self.current = self.compute = _Stream("compute", self)
         self._over: dict[str, set[str]] = defaultdict(set)
         self._counts: dict[str, int] = defaultdict(int)
@@ -42,7 +47,11 @@ class Recorder:
         stream = self.current.name
         self.log.append(f"{name} @ {stream}")
         self.after[name] = set(self._over[stream])
+        self.alive[name] = {n for n, weak in self._memory.items() if not weak.expired()}
         self._over[stream].add(name)
+
+    def watch(self, name: str, tensor: torch.Tensor) -> None:
+        self._memory[f"{name} {self._counts['remote']}"] = StorageWeakRef(tensor.untyped_storage())
 
     def wait(self, one: str, other: str) -> None:
         self.log.append(f"{one} waits for {other}")
@@ -99,10 +108,15 @@ class _Kernel:
 
     def forward(self, partial: Any, query: Any, key: torch.Tensor, *others: Any) -> None:
         self._recorder.launch(self._named(key))
+        if self._named(key) == "remote":
+            self._recorder.watch("keys", key)
         self._kernel.forward(partial, query, key, *others)
 
     def backward(self, grads: Any, grad_out: Any, query: Any, key: torch.Tensor, *others: Any) -> None:
         self._recorder.launch(self._named(key))
+        if self._named(key) == "remote":
+            self._recorder.watch("keys", key)
+            self._recorder.watch("gradients", grads[1])
         self._kernel.backward(grads, grad_out, query, key, *others)
 
 
@@ -204,12 +218,13 @@ def test_gathering_backward() -> None:
         "pack 1 @ side",
         "exchange 1 @ side",
         "pack 2 @ side",
+        "local 1 @ compute",  # beside the gather
         "arrived 1 @ side",
         "compute waits for side",
         "remote 1 @ compute",
         "side waits for compute",
         "exchange 2 @ side",
-        "local 1 @ compute",
+        "local 2 @ compute",  # beside the way back
         "add 1 @ compute",  # of the rank's own keys in the gathered buffer
         "arrived 2 @ side",
         "compute waits for side",
@@ -221,6 +236,18 @@ def test_what_is_kept_is_not_gathered_again() -> None:
     _, backward, _ = run("all_gather", keep_gathered=True)
     assert backward.log[0] == "remote 1 @ compute"
     assert [line for line in backward.log if "exchange" in line] == ["exchange 1 @ side"]
+    assert [line for line in backward.log if "local" in line] == ["local 1 @ compute"], "one transfer to hide"
+
+
+def test_the_local_part_is_not_divided_where_nothing_is_hidden() -> None:
+    class InTurn(SideStream):
+        hides_transfers = False
+
+    _, backward, _ = run("all_gather", transport=InTurn)
+    assert [line for line in backward.log if "local" in line] == ["local 1 @ compute"]
+    # Whole documents: nothing is sent.
+    _, backward, _ = run("all_gather", plan=plan_of_chunks((4, 4), 2, [(0, 0, 0, 4), (1, 1, 0, 4)]))
+    assert backward.log == ["remote 1 @ compute", "local 1 @ compute", "add 1 @ compute"]
 
 
 def test_ring_forward() -> None:
@@ -243,6 +270,44 @@ def test_ring_forward() -> None:
     ]
 
 
+def test_arrived_keys_are_let_go_before_gradients_leave() -> None:
+    """And what the side stream reads of compute's memory is held until compute has waited for it."""
+    _, backward, _ = run("all_gather")
+    assert backward.alive["exchange 2"] == {"gradients 1"}
+    assert backward.alive["arrived 2"] == {"gradients 1"}
+    assert "gradients 1" in backward.alive["add 2"], "compute has waited only now"
+    _, backward, _ = run("all_gather", keep_gathered=True)
+    assert backward.alive["exchange 1"] == {"keys 1", "gradients 1"}, "autograd's own"
+
+
+def test_the_ring_holds_two_ranks_keys() -> None:
+    forward, backward, _ = run("p2p")
+    assert forward.alive["arrived 2"] == set()
+    # Exchanges 1 and 2 bring keys, 3 and 4 take gradients back.
+    assert backward.log.index("exchange 3 @ side") > backward.log.index("remote 1 @ compute")
+    assert backward.alive["exchange 3"] == {"gradients 1"}
+    assert "keys 2" not in backward.alive["exchange 4"]
+
+
+def test_the_ring_copies_all_row_numbers_at_once_where_its_first_step_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 sends to ranks 2 and 3 only."""
+    together: list[int] = []
+    to_device = device_rows.to_device
+
+    def counting(arrays: Any, device: Any) -> Any:
+        together.append(len(arrays))
+        return to_device(arrays, device)
+
+    monkeypatch.setattr(device_rows, "to_device", counting)
+    pieces = [(0, 0, 0, 2), (2, 0, 2, 4), (0, 1, 0, 2), (3, 1, 2, 4), (1, 2, 0, 4), (2, 3, 0, 2), (3, 4, 0, 2)]
+    plan = plan_of_chunks((4, 4, 4, 2, 2), 4, pieces)
+    first, *others = ring_index(plan, 0, None).steps
+    assert first.is_idle
+    assert not any(step.is_idle for step in others)
+    run("p2p", plan=plan)
+    assert [number for number in together if number] == [3, 3, 3, 3], "once a rank"
+
+
 def problems(forward: Recorder, backward: Recorder, *, hidden: dict[str, str], comm_type: str) -> list[str]:
     """What is not ordered that must be, and what is ordered that must not be.
 
@@ -260,6 +325,10 @@ def problems(forward: Recorder, backward: Recorder, *, hidden: dict[str, str], c
     for transfer, attention in hidden.items():
         if transfer in backward.after[attention]:
             found.append(f"{attention} waits for {transfer}")
+        # Of the host too: what is launched before the transfer has begun leaves less to run beside it.
+        launched = [line.split(" @ ")[0] for line in backward.log]
+        if launched.index(attention) < launched.index(transfer):
+            found.append(f"{attention} runs before {transfer}")
     if comm_type == "all_gather":
         if "remote 1" not in backward.after["exchange 2"]:
             found.append("gradients may leave before they are computed")
@@ -268,7 +337,7 @@ def problems(forward: Recorder, backward: Recorder, *, hidden: dict[str, str], c
     return found
 
 
-HIDDEN = {"all_gather": {"exchange 2": "local 1"}, "p2p": {"exchange 1": "local 1"}}
+HIDDEN = {"all_gather": {"exchange 1": "local 1", "exchange 2": "local 2"}, "p2p": {"exchange 1": "local 1"}}
 
 
 class NoFirstWait(SideStream):
@@ -309,7 +378,8 @@ def test_transfers_are_ordered_and_hidden(comm_type: str) -> None:
         (NoSecondWait, "all_gather", "gradients may be added before they have arrived"),
         (NoSecondWait, "p2p", "remote 1 may run before its keys have arrived"),
         (WaitsEarly, "all_gather", "local 1 waits for the transfer"),
-        (WaitsEarly, "all_gather", "local 1 waits for exchange 2"),
+        (WaitsEarly, "all_gather", "local 1 waits for exchange 1"),
+        (WaitsEarly, "all_gather", "local 2 waits for exchange 2"),
         (WaitsEarly, "p2p", "local 1 waits for the transfer"),
     ],
 )

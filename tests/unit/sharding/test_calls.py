@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from tests.parity.sharded_cases import padded, plan_named
 from wlb.sharding import SHARDERS, calls
-from wlb.sharding.calls import OffsetCall, bucket, calls_apart, one_call
+from wlb.sharding.calls import KernelCall, bucket, calls_apart, one_call, rounded
 from wlb.sharding.index import gather_index, ring_index
 from wlb.sharding.phases import Phase
 from wlb.sharding.tasks import Keys, Task, TaskTable
 
 
-def call_of(*tasks: tuple[int, int, int, int]) -> OffsetCall:
+def call_of(*tasks: tuple[int, int, int, int]) -> KernelCall:
     """Of (query start, query stop, key start, key stop)."""
     return one_call(TaskTable.of(Task(q, r, 50, (Keys(k, m, 0),)) for q, r, k, m in tasks))
 
@@ -37,8 +37,13 @@ def test_tasks_that_share_nothing_stay_in_the_call_as_it_is() -> None:
 
 
 def test_what_a_kernel_is_handed() -> None:
-    """Three tasks, and one without rows that makes four."""
-    call = call_of((0, 2, 0, 4), (3, 6, 4, 9), (6, 7, 20, 220))
+    """Three tasks; rounded, one without rows makes them four."""
+    exact = call_of((0, 2, 0, 4), (3, 6, 4, 9), (6, 7, 20, 220))
+    assert exact.num_tasks == 3
+    assert exact.query_starts.numbers.tolist() == [0, 3, 6, 7]
+    assert exact.key_lengths.numbers.tolist() == [4, 5, 200]
+    assert (exact.most_queries, exact.most_keys) == (3, 200)
+    call = rounded(exact)
     assert call.num_tasks == 4
     assert call.query_starts.numbers.tolist() == [0, 3, 6, 7, 7]
     assert call.key_starts.numbers.tolist() == [0, 4, 20, 220, 220]
@@ -102,7 +107,7 @@ def test_calls_of_any_plan(lengths: list[int], cp_size: int, name: str, seed: in
         tasks = [task for c in calls for task in np.concatenate((c.queries, c.keys), axis=1).tolist()]
         assert sorted(tasks) == np.concatenate((phase.call.queries, phase.call.keys), axis=1).tolist()
         seen = np.zeros(phase.num_keys, dtype=np.int64)
-        np.add.at(seen, phase.key_rows.numbers, 1)
+        np.add.at(seen, phase.call.key_rows.numbers, 1)
         assert len(calls) == seen.max()
 
 

@@ -131,6 +131,8 @@ def test_what_arrives_is_what_queries_see(lengths: list[int], cp_size: int, name
         assert (-1, -1) not in buffer
         needed = _seen([mine[t.start] for t in index.local.tasks + index.remote.tasks], window)
         own = _read(index.local, mine, mine)
+        parts = [task for part in index.local_parts for task in part.tasks]
+        assert sorted(parts, key=lambda t: t.start) == sorted(index.local.tasks, key=lambda t: t.start)
         assert _read(index.remote, buffer, mine) | own >= needed
         ring_keys = set().union(*(_read(phase, mine, mine) for phase in ring.local))
         for step in ring.steps:
@@ -139,6 +141,17 @@ def test_what_arrives_is_what_queries_see(lengths: list[int], cp_size: int, name
             ring_keys |= _read(step.phase, [held[sender][row] for row in rows], mine)
         assert ring_keys >= needed
         assert ring_keys == set(mine) | needed
+
+
+def test_the_local_part_is_divided_by_work() -> None:
+    """Document 0 is cut, 1 to 5 are whole on rank 0. Squares of lengths, of 128 rows at least, in units of 128^2:
+    head and tail 4 each, then 9, 1, 1, 1, 1. A third of 21 is 7: the five short ones make 4, a head more 8."""
+    spans = [(0, 0, 0, 256), (1, 0, 256, 1552), (0, 0, 1552, 1808), (0, 1, 0, 384)]
+    plan = plan_of_chunks((1808, 384, 100, 100, 100, 100), 2, [*spans, *((0, d, 0, 100) for d in range(2, 6))])
+    first, second = gather_index(plan, 0, None).local_parts
+    assert [t.stop - t.start for t in first.tasks] == [256, 100, 100, 100, 100]
+    assert [t.stop - t.start for t in second.tasks] == [256, 384]
+    assert len(gather_index(plan, 1, None).local_parts) == 1, "one span has all the work"
 
 
 def test_a_prepared_index_survives_a_process_boundary() -> None:

@@ -103,11 +103,11 @@ def test_a_builder_says_which_rows_have_an_output_already() -> None:
     assert not remote.first
     assert [b.first for b in remote.blocks] == [False, False, True]
     assert [(b.key_start, b.key_stop, b.shift) for b in remote.blocks] == [(0, 3, 5), (3, 4, 1), (4, 6, 8)]
-    assert remote.query_rows.numbers.tolist() == [0, 1, 2, 3]
-    assert remote.key_rows.numbers.tolist() == [0, 1, 2, 3, 4, 5]
-    assert remote.query_edges.numbers.tolist() == [0, 2, 4]
-    assert remote.key_edges.numbers.tolist() == [0, 4, 6]
-    assert (remote.most_queries, remote.most_keys) == (2, 4)
+    assert remote.call.query_rows.numbers.tolist() == [0, 1, 2, 3]
+    assert remote.call.key_rows.numbers.tolist() == [0, 1, 2, 3, 4, 5]
+    assert remote.call.query_edges.numbers.tolist() == [0, 2, 4]
+    assert remote.call.key_edges.numbers.tolist() == [0, 4, 6]
+    assert (remote.call.most_queries, remote.call.most_keys) == (2, 4)
 
 
 def test_rows_are_copied_to_a_device_once() -> None:
