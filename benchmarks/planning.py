@@ -34,7 +34,8 @@ from wlb.command_line import run_tool
 from wlb.cost import CrossoverCost
 from wlb.data.atomic_files import atomic_path
 from wlb.data.index_file import IndexRows
-from wlb.data.plan_source import InlineSource, PlannerSpec, ProcessSource
+from wlb.data.plan_process import ProcessSource
+from wlb.data.plan_source import InlineSource, PlannerSpec
 from wlb.errors import ConfigError
 from wlb.packing import PACKERS, PackerOptions, StepShape
 from wlb.schedule import PipelineModel

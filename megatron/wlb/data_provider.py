@@ -18,7 +18,8 @@ from megatron.wlb.delay_thresholds import as_saved, with_thresholds
 from megatron.wlb.parallel import ParallelDims
 from megatron.wlb.token_files import TokenFiles
 from megatron.wlb.virtual_stages import num_chunks, pipeline_shape
-from wlb.data.plan_source import InlineSource, PlannerSpec, PlanSource, ProcessSource
+from wlb.data.plan_process import ProcessSource
+from wlb.data.plan_source import InlineSource, PlannerSpec, PlanSource
 from wlb.packing import PackerOptions, StepShape
 from wlb.schedule import PipelineModel
 from wlb.sharding import Division

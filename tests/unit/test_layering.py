@@ -64,7 +64,7 @@ def test_planners_load_no_torch() -> None:
         "wlb.schedule",
         "wlb.sharding",
         "wlb.simulate",
-        "wlb.data.plan_source",
+        "wlb.data.plan_process",
     ]
     code = f"import sys; import {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0

@@ -10,7 +10,8 @@ from tests.harness.data import learnable_documents, write_index
 from wlb.cost import CrossoverCost
 from wlb.data.collate import padded_lengths
 from wlb.data.index_file import IndexRows
-from wlb.data.plan_source import InlineSource, PlannerSpec, ProcessSource
+from wlb.data.plan_process import ProcessSource
+from wlb.data.plan_source import InlineSource, PlannerSpec
 from wlb.metrics import imbalance_degree
 from wlb.packing import PACKERS, PackerOptions, StepShape
 from wlb.schedule import PipelineModel

@@ -14,7 +14,8 @@ import pytest
 from tests.harness.data import learnable_documents, write_index
 from wlb.cost import CrossoverCost
 from wlb.data.index_file import IndexRows, index_lengths
-from wlb.data.plan_source import InlineSource, PlannerSpec, ProcessSource
+from wlb.data.plan_process import ProcessSource
+from wlb.data.plan_source import InlineSource, PlannerSpec
 from wlb.data.planned_step import pack_micro_batches, unpack_micro_batches
 from wlb.documents import MicroBatch, documents_from_lengths
 from wlb.errors import ConfigError, PlannerProcessError, StateError
