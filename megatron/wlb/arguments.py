@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.wlb.argument_rules import check_values, flag_name, refuse_unsupported
-from megatron.wlb.context_parallel import mark_default_comm_type, settle_comm_type, sharding_of
+from megatron.wlb.context_parallel import mark_default_comm_type, mean_head_size, settle_comm_type, sharding_of
 from megatron.wlb.virtual_stages import num_chunks, require_whole_groups
 from wlb.cost import CrossoverCost, PipelineCosts, TransformerShape, equal_stages, load_pipeline_costs
 from wlb.errors import ConfigError
@@ -264,7 +264,7 @@ def _pipeline_costs(args: Namespace) -> PipelineCosts:
             num_layers=args.num_layers,
             num_attention_heads=args.num_attention_heads,
             num_query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-            head_size=args.kv_channels,
+            head_size=mean_head_size(args),
             vocab_size=args.padded_vocab_size or args.vocab_size or 0,
             gated=args.swiglu,
         ).crossover_tokens

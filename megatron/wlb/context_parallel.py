@@ -123,15 +123,14 @@ def _transformer_engine_rules(args: Namespace) -> list[tuple[str, object, bool, 
             backend not in ("auto", "flash", "fused"),
             f"must be auto, flash or fused {with_cp}",
         ),
-        (
-            "--deterministic-mode",
-            True,
-            bool(args.deterministic_mode),
-            f"must be off {with_cp} (gradients of keys and values are added up in no fixed order)",
-        ),
         ("--fp8-dot-product-attention", True, bool(getattr(args, "fp8_dot_product_attention", False)), "must be off"),
         ("--fp8-multi-head-attention", True, bool(getattr(args, "fp8_multi_head_attention", False)), "must be off"),
     ]
+
+
+def mean_head_size(args: Namespace) -> int:
+    """Of keys and of values: what attention computes for a pair, and what travels of a token, goes by their sum."""
+    return (_head_size(args) + int(args.v_head_dim)) // 2 if args.multi_latent_attention else _head_size(args)
 
 
 def _head_size(args: Namespace) -> int:

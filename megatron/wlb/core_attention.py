@@ -14,8 +14,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
+from torch.nn.functional import pad
 
-from megatron.wlb.packed_seq_params import PlannedPackedSeqParams
+from megatron.wlb.packed_seq_params import PlannedPackedSeqParams, plan_lost
 from wlb.attention import CommType, GroupExchange, KvExchange, sharded_attention
 from wlb.errors import ConfigError
 
@@ -41,6 +42,7 @@ class GroupExchanges:
 class PackedCoreAttention(MegatronModule):
     """Takes the place of Megatron's `DotProductAttention`, which refuses packed sequences and context parallelism.
 
+    v_channels: head size of values, where it is not that of keys.
     cp_comm_type: Megatron hands over the word of `--cp-comm-type` for this layer.
     """
 
@@ -58,11 +60,13 @@ class PackedCoreAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        v_channels: int | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         **_others: Any,
     ) -> None:
         super().__init__(config=config)
+        self._layer_number, self._value_size = layer_number, v_channels
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout != 0:
             raise ConfigError(f"--attention-dropout must be 0 with --wlb-packing, got {dropout}")
@@ -87,13 +91,17 @@ class PackedCoreAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PlannedPackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """(S, N, H), (S, K, H), (S, K, V) -> (S, N * V)."""
+        """(S, N, H), (S, K, H), (S, K, V) -> (S, N * V).
+
+        Raises:
+            PlanLostError: packed_seq_params is not of a planned micro-batch.
+        """
         if not isinstance(packed_seq_params, PlannedPackedSeqParams):
-            raise TypeError(f"packed_seq_params must come from a plan, got {type(packed_seq_params).__name__}")
+            raise plan_lost(f"attention of layer {self._layer_number}", "packed_seq_params", packed_seq_params)
         out = sharded_attention(
             query,
             key,
-            value,
+            without_padding(value, self._value_size),
             packed_seq_params.plan,
             packed_seq_params.cp_rank,
             self._exchange,
@@ -102,7 +110,7 @@ class PackedCoreAttention(MegatronModule):
             window_tokens=self.window_tokens,
             keep_gathered=self.keep_gathered_kv,
         )
-        return out.reshape(out.shape[0], -1)
+        return with_padding(out, value).reshape(value.shape[0], -1)
 
 
 def packed_core_attention(exchanges: GroupExchanges, *, keep_gathered_kv: bool) -> type[PackedCoreAttention]:
@@ -112,6 +120,20 @@ def packed_core_attention(exchanges: GroupExchanges, *, keep_gathered_kv: bool) 
         (PackedCoreAttention,),
         {"exchanges": exchanges, "keep_gathered_kv": keep_gathered_kv},
     )
+
+
+def without_padding(value: torch.Tensor, size: int | None) -> torch.Tensor:
+    """(S, K, V) -> (S, K, size), a view; the same without a size.
+
+    Megatron widens the values of multi-latent attention to the head size of its keys for packed sequences, and so does
+    Transformer Engine for flash-attention 2. The zeros behind would travel, and be computed with.
+    """
+    return value if size is None else value[..., :size]
+
+
+def with_padding(out: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """(S, N, size) -> (S, N, V), zeros behind, as attention of the wide values gives; who widened them trims it."""
+    return pad(out, (0, value.shape[-1] - out.shape[-1])) if out.shape[-1] < value.shape[-1] else out
 
 
 def window_tokens(config: TransformerConfig | Namespace, layer_number: int) -> int | None:

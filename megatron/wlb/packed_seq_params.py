@@ -14,10 +14,15 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from wlb.documents import MicroBatch
+from wlb.errors import PlanLostError
 from wlb.sharding import ShardPlan
 from wlb.sharding.plan import unsharded
 
 _ATTRIBUTE = "wlb_planned_rows"
+
+# Tables of angles whose rows are kept. A model has one, and then all its layers share them; multi-latent attention has
+# one a layer, of which each is used for queries and keys and not again before backward.
+_KEPT_TABLES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +36,38 @@ class PlannedRows:
     plan: ShardPlan
     cp_rank: int
     position_ids: torch.Tensor
+    _angles: list[tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+
+    def angles(self, table: torch.Tensor) -> torch.Tensor:
+        """(P, 1, 1, H) of all positions -> (S, 1, 1, H) of these rows, gathered once for a table.
+
+        Queries and keys of all layers share one tensor, also where activations are recomputed: a table is known by its
+        memory, for recompute hands on another object. That memory is kept meanwhile, so that no other table can get
+        its place; both go with the micro-batch, or when more tables have come.
+        """
+        if table.requires_grad:
+            return table[self.position_ids]
+        for i, (known, angles) in enumerate(self._angles):
+            if _is_same_memory(known, table):
+                self._angles.append(self._angles.pop(i))
+                return angles
+        angles = table[self.position_ids]
+        self._angles.append((table.detach(), angles))
+        del self._angles[:-_KEPT_TABLES]
+        return angles
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Both are alive, so equal addresses are one memory."""
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
+        and one.device == other.device
+    )
 
 
 def mark_planned(cu_seqlens: torch.Tensor, rows: PlannedRows) -> None:
@@ -41,6 +78,18 @@ def mark_planned(cu_seqlens: torch.Tensor, rows: PlannedRows) -> None:
 def planned_rows(cu_seqlens: torch.Tensor | None) -> PlannedRows | None:
     """What the tensor carries; None for one of another origin."""
     return getattr(cu_seqlens, _ATTRIBUTE, None)
+
+
+def plan_lost(layer: str, name: str, found: object) -> PlanLostError:
+    """The error of a layer whose calls must bring a plan.
+
+    layer: who was called. name: of the argument that brings the plan. found: what came instead.
+    """
+    if isinstance(found, torch.Tensor):
+        came = f"a tensor of shape {tuple(found.shape)} without one (a copy or a view of the tensor has none)"
+    else:
+        came = "None" if found is None else type(found).__name__
+    return PlanLostError(f"{layer}: {name} must carry the plan of its micro-batch in a packed run, got {came}")
 
 
 @dataclass

@@ -5,8 +5,10 @@ The numbers and facts that it returns are held against their bounds in `tests/pa
 
 from __future__ import annotations
 
+import os
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -30,9 +32,11 @@ def measure() -> dict[str, Any]:
         return {
             "layers": _layers(exchanges),
             "windows": _windows(exchanges),
-            "originals": {kernels: _originals(exchanges, kernels) for kernels in te.KERNELS},
+            "originals": {kernels: _without_plans(exchanges, kernels, ours=False) for kernels in te.KERNELS},
+            "lost": {kernels: _without_plans(exchanges, kernels, ours=True) for kernels in te.KERNELS},
             "recomputed by transformer engine": _recomputed_core(exchanges),
             "models": _models(exchanges),
+            "deterministic": {kernels: _deterministic(exchanges, kernels) for kernels in te.KERNELS},
             "another plan": _another_plan(exchanges),
             "refused": _refused(exchanges),
             "gpu check": {kernels: te.gpu_check_route(kernels) for kernels in te.KERNELS},
@@ -95,8 +99,8 @@ def _one_call(
     }
 
 
-def _originals(exchanges: Any, kernels: str) -> dict[str, Any]:
-    """Calls of which the ring of Transformer Engine is reached: without a plan, and with a copy of what carries one."""
+def _without_plans(exchanges: Any, kernels: str, *, ours: bool) -> dict[str, Any]:
+    """Without one, and with a copy of what carries one: a layer of another origin, whose ring is reached, or ours."""
     from dataclasses import replace
 
     heads, plan = te.HEADS["mha"], te.plan_of("per_document")
@@ -108,9 +112,25 @@ def _originals(exchanges: Any, kernels: str) -> dict[str, Any]:
             cu_seqlens = packed.cu_seqlens_q.clone() if name == "a copy" else torch.tensor([0, 8, 12, 14]).int()
             packed = replace(packed, cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
             with te.patched(exchanges) as watch:
-                out = te.call(_layer(exchanges, "transformer engine's", heads, "all_gather"), packed, qkv)
+                if ours:
+                    outcome[name] = _error_of(_layer(exchanges, "megatron's", heads, "all_gather"), packed, qkv)
+                    assert watch.num_originals == 0
+                    continue
+                out = te.call(te.te_layer(heads, "p2p"), packed, qkv)
             outcome[name] = (watch.num_originals, watch.saw(cu_seqlens), torch.equal(out.view_as(qkv[0]), 2 * qkv[0]))
     return outcome
+
+
+def _error_of(layer: Any, packed: Any, qkv: Any) -> str:
+    """Of a call in evaluation."""
+    from wlb.errors import PlanLostError
+
+    try:
+        with torch.no_grad():
+            te.call(layer.eval(), packed, qkv)
+    except PlanLostError as error:
+        return str(error)
+    return ""
 
 
 def _recomputed_core(exchanges: Any) -> dict[str, Any]:
@@ -203,6 +223,19 @@ def _step(model: Any) -> tuple[dict[str, torch.Tensor], Any]:
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=packed)
     (losses * batch["loss_mask"]).sum().backward()
     return {"losses": losses.detach(), **{name: p.grad for name, p in model.named_parameters()}}, packed
+
+
+def _deterministic(exchanges: Any, kernels: str) -> dict[str, Any]:
+    """A layer that is deterministic by Transformer Engine's own switch, and torch is not."""
+    heads, plan = te.HEADS["gqa"], te.plan_of("random")
+    with (
+        patch.dict(os.environ, {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}),
+        te.pretended_gpu(kernels),
+        te.patched(exchanges) as watch,
+    ):
+        layer = _layer(exchanges, "megatron's", heads, "all_gather")
+        measured = _one_call(exchanges, layer, watch, heads, plan, "all_gather", kernels=kernels)
+        return measured | {"asked": [keywords["deterministic"] for _, keywords in watch.calls]}
 
 
 def _another_plan(exchanges: Any) -> float:

@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 
+from megatron.wlb.packed_seq_params import PlannedRows, mark_planned
 from tests.patches.te_source import FUNCTION, TeSource
 from wlb.attention import Mailbox
+from wlb.sharding import ShardPlan
 
 PACKAGE = "transformer_engine.pytorch.attention.dot_product_attention"
 WAIT_S = 30.0
@@ -114,6 +116,14 @@ def arguments(source: TeSource, caller: str, backends: ModuleType, **values: Any
         return eval(ast.unparse(expression), {}, variables)
 
     return [value(a) for a in call.args], {str(k.arg): value(k.value) for k in call.keywords}
+
+
+def cu_seqlens_of(plan: ShardPlan, rank: int) -> torch.Tensor:
+    """As `packed_seq_params` makes it."""
+    edges = torch.tensor((0, *plan.lengths)).cumsum(0).to(torch.int32)
+    position_ids = torch.from_numpy(plan.position_ids(rank))
+    mark_planned(edges, PlannedRows(plan=plan, cp_rank=rank, position_ids=position_ids))
+    return edges
 
 
 class WaitingMailbox(Mailbox):

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-VERSIONS = ("2.9.0", "2.13.0", "2.17.1", "2.20.2")
+VERSIONS = ("2.9.0", "2.13.0", "2.17.1", "2.19.0", "2.20.2")
 FUNCTION = "attn_forward_func_with_cp"
 FETCH_TIMEOUT_S = 60.0
 _FOLDER = "transformer_engine/pytorch"

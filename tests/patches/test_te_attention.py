@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.wlb.arguments import adapt_megatron_arguments
-from megatron.wlb.context_parallel import attention_rules
+from megatron.wlb.context_parallel import attention_rules, mean_head_size
 from megatron.wlb.core_attention import GroupExchanges, PackedCoreAttention
 from megatron.wlb.te_attention import LayerCommType, planned_te_attention
 
@@ -19,8 +19,15 @@ class _TeLayer:
     """Instead of `TEDotProductAttention`, which cannot be built without a GPU."""
 
     def __init__(
-        self, config: Any, layer_number: int, attn_mask_type: Any, cp_comm_type: str, pg_collection: Any
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        cp_comm_type: str,
+        pg_collection: Any,
+        v_channels: int | None = None,
     ) -> None:
+        self.v_channels = v_channels
         self.config, self.layer_number, self.attn_mask_type = config, layer_number, attn_mask_type
         self.cp_comm_type, self.cp_group = cp_comm_type, pg_collection.cp
 
@@ -62,6 +69,7 @@ def test_the_layer_is_built_with_p2p_and_carries_the_users_word(te_layer: type[_
     assert [layer.cp_comm_type for layer in layers] == ["p2p"] * 4
     assert [layer.cp_comm_type.planned for layer in layers] == ["all_gather", "p2p", "all_gather", "p2p"]
     assert [layer.layer_number for layer in layers] == [1, 2, 3, 1]
+    assert [layer.cp_comm_type.layer_number for layer in layers] == [1, 2, 3, 1]
     assert made == ["group", "other"]
     assert (exchanges.of("group"), exchanges.of("other")) == (1, 2)  # type: ignore[arg-type,comparison-overlap]
 
@@ -86,9 +94,20 @@ def test_a_layer_with_a_window_is_built_with_a2a_where_its_heads_allow(
 
 
 def test_a_copied_layer_keeps_the_users_word() -> None:
-    word = copy.deepcopy(LayerCommType("p2p", "all_gather"))
+    word = copy.deepcopy(LayerCommType("p2p", "all_gather", 3, 128))
     assert isinstance(word, LayerCommType)
-    assert (word, word.planned) == ("p2p", "all_gather")
+    assert (word, word.planned, word.layer_number, word.value_size) == ("p2p", "all_gather", 3, 128)
+
+
+def test_a_layer_says_how_wide_its_values_are(te_layer: type[_TeLayer]) -> None:
+    """Multi-latent attention names it, for its values come widened; others have the size of their keys."""
+    exchanges = GroupExchanges(lambda _group: None)  # type: ignore[arg-type,return-value]
+    group = SimpleNamespace(cp="group")
+    layer = planned_te_attention(exchanges)(
+        _config(multi_latent_attention=True), 1, attn_mask_type="causal", pg_collection=group, v_channels=128
+    )
+    assert layer.cp_comm_type.value_size == layer.v_channels == 128
+    assert _layer(exchanges, _config(), None).cp_comm_type.value_size is None
 
 
 @pytest.mark.filterwarnings("ignore:Transformer Engine and Apex are not installed")
@@ -151,8 +170,19 @@ def _refused(**changes: Any) -> list[str]:
 
 @pytest.mark.parametrize("backend", ["auto", "flash", "fused"])
 @pytest.mark.parametrize("words", [["p2p"], ["p2p", "all_gather", "p2p", "p2p"]])
-def test_choices_of_the_user_that_hold_with_transformer_engine(backend: str, words: list[str]) -> None:
-    assert _refused(attention_backend=SimpleNamespace(name=backend), cp_comm_type=words) == []
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_choices_of_the_user_that_hold_with_transformer_engine(
+    backend: str, words: list[str], deterministic: bool
+) -> None:
+    chosen = SimpleNamespace(name=backend)
+    assert _refused(attention_backend=chosen, cp_comm_type=words, deterministic_mode=deterministic) == []
+
+
+def test_packers_price_the_mean_of_unequal_head_sizes() -> None:
+    """A pair costs 2 * (192 + 128) operations a head, whatever hidden size over heads is."""
+    latent = {"multi_latent_attention": True, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+    assert mean_head_size(_arguments(**latent, kv_channels=56)) == 160
+    assert mean_head_size(_arguments(kv_channels=56)) == 56
 
 
 _WITH = "with --transformer-impl transformer_engine and context parallelism"
@@ -164,11 +194,6 @@ _WITH = "with --transformer-impl transformer_engine and context parallelism"
         (
             {"attention_backend": SimpleNamespace(name="unfused")},
             f"--attention-backend must be auto, flash or fused {_WITH}, got unfused",
-        ),
-        (
-            {"deterministic_mode": True},
-            f"--deterministic-mode must be off {_WITH} (gradients of keys and values are added up in no fixed order), "
-            "got True",
         ),
         ({"fp8_dot_product_attention": True}, "--fp8-dot-product-attention must be off, got True"),
         ({"fp8_multi_head_attention": True}, "--fp8-multi-head-attention must be off, got True"),

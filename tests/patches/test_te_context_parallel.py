@@ -10,22 +10,31 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch.utils.checkpoint import checkpoint
 
 from megatron.wlb.core_attention import GroupExchanges
-from megatron.wlb.packed_seq_params import PlannedRows, mark_planned
 from megatron.wlb.patches import te_context_parallel
-from megatron.wlb.patches.registry import applied, check
+from megatron.wlb.patches.registry import applied
 from megatron.wlb.patches.te_context_parallel import POSITIONAL, make_patch
 from megatron.wlb.te_attention import LayerCommType
 from tests.parity.sharded_cases import HEADS, Tensors, errors, inputs, padded, plan_named, run_dense
-from tests.patches.te_calls import WaitingMailbox, arguments, home_of, on_all_ranks, signature_in, stand_in
+from tests.patches.te_calls import (
+    WaitingMailbox,
+    arguments,
+    cu_seqlens_of,
+    home_of,
+    on_all_ranks,
+    signature_in,
+    stand_in,
+)
 from tests.patches.te_source import FUNCTION, TeSource
-from wlb.errors import ConfigError, PatchError, ShardingError
+from wlb.attention.cpu_kernel import CpuKernel
+from wlb.errors import ConfigError, PlanLostError, ShardingError
 from wlb.sharding import ShardPlan
 
 CALLERS = ("FlashAttention", "FusedAttention")
-VERSION = "2.17.1"  # where the function is made up and its source does not matter
+SINCE_FLASH4 = Version("2.19")
 LENGTHS = (13, 1, 7, 4, 30)
 EXACT = 1e-12
 
@@ -43,14 +52,6 @@ def patched(te_source: TeSource, tmp_path: Path) -> Any:
             return backends
 
         yield apply
-
-
-def cu_seqlens_of(plan: ShardPlan, rank: int) -> torch.Tensor:
-    """As `packed_seq_params` makes it."""
-    edges = torch.tensor((0, *plan.lengths)).cumsum(0).to(torch.int32)
-    position_ids = torch.from_numpy(plan.position_ids(rank))
-    mark_planned(edges, PlannedRows(plan=plan, cp_rank=rank, position_ids=position_ids))
-    return edges
 
 
 def planned_call(
@@ -180,11 +181,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"attn_mask_type": "padding"}, r"attn_mask_type .* must be 'padding_causal' .* got 'padding'"),
     ({"attn_mask_type": "padding_causal_bottom_right"}, r"attn_mask_type .* must be 'padding_causal'"),
     ({"fp8_output": True}, r"fp8_output .* must be False"),
-    ({"self_deterministic": True}, r"deterministic .* must be False"),
     ({"window_size": (4, 2)}, r"window_size .* must be \(keys before, 0\).* got \(4, 2\)"),
     ({"cp_group": [0, 1]}, r"cp_group .* must be one group"),
     ({"cp_comm_type": "a2a"}, r"comm_type must be one of all_gather, p2p, got 'a2a'"),
-    ({"cu_seqlens_kv": torch.zeros(2, dtype=torch.int32)}, r"cu_seqlens_kv .* must carry the plan of cu_seqlens_q"),
+    (
+        {"cu_seqlens_kv": cu_seqlens_of(plan_named("per_document", (8, 8), 1), 0)},
+        "cu_seqlens_kv .* must carry the plan of cu_seqlens_q, got another",
+    ),
 ]
 REFUSED_FUSED: list[tuple[dict[str, Any], str]] = [
     ({"fp8": True}, r"fp8 .* must be False"),
@@ -210,9 +213,10 @@ def test_what_a_plan_cannot_have_is_refused_by_name(te_source: TeSource, patched
         for values, sentence in cases:
             with pytest.raises(ConfigError, match=sentence):
                 call(caller, **values)
-    if te_source.version == "2.20.2":
+    if Version(te_source.version) >= Version("2.20"):
         with pytest.raises(ConfigError, match=r"softcap .* must be at its default, 0.0 .* got 30.0"):
             call(CALLERS[0], softcap=30.0)
+    if Version(te_source.version) >= SINCE_FLASH4:
         other = home_of(backends).CPLoadBalancingStrategy.NO_LOAD_BALANCE
         with pytest.raises(ConfigError, match=r"load_balancing_strategy .* must be at its default"):
             call(CALLERS[1], load_balancing_strategy=other)
@@ -234,73 +238,165 @@ def test_the_kernel_is_the_one_that_the_layer_chose(
     te_source: TeSource,
     patched: Any,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
     caller: str,
     values: dict[str, Any],
     kernel: str,
 ) -> None:
-    """On the device, for which tensors without memory stand here."""
+    """On the device, for which tensors without memory stand here. Where it is another, that is said, and once."""
     backends = patched(1)
     seen: list[str] = []
-    monkeypatch.setattr(
-        te_context_parallel, "sharded_attention", lambda *_args, **kwargs: seen.append(kwargs["kernel"])
-    )
+
+    def attend(query: torch.Tensor, *_args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(kwargs["kernel"])
+        return query
+
+    monkeypatch.setattr(te_context_parallel, "sharded_attention", attend)
+    monkeypatch.setattr(te_context_parallel, "kernel_for", lambda *_args, **_kwargs: CpuKernel())
     plan = plan_named("per_document", (8, 8), 1)
     qkv = tuple(torch.empty(16, 2, 4, device="meta") for _ in range(3))
-    planned_call(te_source, caller, backends, plan, 0, qkv, **values)()
-    unread = "use_flash_attn_4" in values and te_source.version != "2.20.2"  # earlier callers do not pass it
-    assert seen == ["flash2" if unread else kernel]
+    for _layer in range(2):
+        planned_call(te_source, caller, backends, plan, 0, qkv, **values)()
+    # Earlier callers do not pass it.
+    unread = "use_flash_attn_4" in values and Version(te_source.version) < SINCE_FLASH4
+    assert seen == ["flash2" if unread else kernel] * 2
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (kernel == "auto" and not unread)
+    assert all("FlashAttention 4" in sentence and "computed by CpuKernel" in sentence for sentence in said)
 
 
-def _signature(extra: str, *, positional: tuple[str, ...] = POSITIONAL, without: str = "") -> str:
-    keywords = (*te_context_parallel._READ, *te_context_parallel._REQUIRED, *te_context_parallel._WITHOUT_EFFECT)
-    defaults = [f"{k}={te_context_parallel._REQUIRED.get(k)!r}" for k in keywords if k != without]
-    return f"{FUNCTION}({', '.join([*positional, *defaults])}{extra})"
+@pytest.mark.parametrize("caller", CALLERS)
+@pytest.mark.parametrize("comm_type", ["all_gather", "p2p"])
+def test_backward_is_deterministic_where_the_layer_is(
+    te_source: TeSource, patched: Any, monkeypatch: pytest.MonkeyPatch, caller: str, comm_type: str
+) -> None:
+    """By its own switch (NVTE_ALLOW_NONDETERMINISTIC_ALGO=0) and by torch's, which --deterministic-mode sets too.
 
-
-@pytest.mark.parametrize(
-    ("signature", "problem"),
-    [
-        (_signature(", new_option=None"), ""),
-        (_signature("", positional=(*POSITIONAL[:4], "cu_seqlens", *POSITIONAL[5:])), "wanted 15 leading parameters"),
-        (_signature(", *, needed"), "wanted a default for each parameter after them, found none for needed"),
-        (_signature("", without="window_size"), "wanted parameters window_size, found none of these names"),
-    ],
-)
-def test_the_contract_is_checked_before_anything_is_replaced(tmp_path: Path, signature: str, problem: str) -> None:
-    patch = make_patch(GroupExchanges(), keep_gathered=False)
-    with stand_in(VERSION, tmp_path, signature=signature) as backends:
-        state = check(patch)
-        assert state.version == VERSION
-        assert (problem in state.problem) if problem else state.problem == ""
-        original = getattr(backends, FUNCTION)
-        if problem:
-            with pytest.raises(PatchError, match="does not fit: wanted"), applied([patch]):
-                pytest.fail("the block must not run")
-        else:
-            with applied([patch]):
-                assert getattr(backends, FUNCTION) is not original
-        assert getattr(backends, FUNCTION) is original is getattr(home_of(backends), FUNCTION)
-
-
-def test_a_function_that_backends_defines_itself_is_not_the_one(tmp_path: Path) -> None:
-    with stand_in(VERSION, tmp_path, signature=_signature("")) as backends:
-        other = getattr(home_of(backends), FUNCTION)
-        exec(compile(f"def {_signature('')}: return None", "backends", "exec"), vars(backends))
-        problem = te_context_parallel._contract_problem(backends, getattr(backends, FUNCTION))
-        assert problem == "wanted a function of context_parallel that backends imports by name, found another"
-        assert te_context_parallel._contract_problem(backends, other) == ""
-
-
-def test_a_keyword_that_nobody_has_read_passes_at_its_default_only(tmp_path: Path) -> None:
+    Kernels, and sums over rows that are there several times, go by torch's, which is as before when backward ends.
+    """
+    backends = patched(1)
     plan = plan_named("per_document", (8, 8), 1)
-    args = dict.fromkeys(POSITIONAL) | {"cu_seqlens_q": cu_seqlens_of(plan, 0), "dropout_p": 0.0, "cp_comm_type": "p2p"}
-    args |= {"cu_seqlens_kv": args["cu_seqlens_q"], "cp_group": 0} | dict.fromkeys("qkv", torch.randn(16, 2, 4))
-    exchanges = GroupExchanges(WaitingMailbox(1).exchange)
-    with (
-        stand_in(VERSION, tmp_path, signature=_signature(", new_option=None")) as backends,
-        applied([make_patch(exchanges, keep_gathered=False)]),
-    ):
-        function = getattr(backends, FUNCTION)
-        assert function(*args.values(), new_option=None).shape == (16, 2, 4)
-        with pytest.raises(ConfigError, match=r"new_option .* must be at its default, None .* got 3"):
-            function(*args.values(), new_option=3)
+    seen: list[bool] = []
+    backward = CpuKernel.backward
+
+    def watched(*args: Any) -> None:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        backward(*args)
+
+    monkeypatch.setattr(CpuKernel, "backward", watched)
+    word = LayerCommType("p2p", comm_type)  # type: ignore[arg-type]
+    for by_layer, by_torch in ((False, False), (True, False), (True, True)):
+        qkv = tuple(torch.randn(16, 2, 4).requires_grad_() for _ in range(3))
+        seen.clear()
+        torch.use_deterministic_algorithms(by_torch)
+        try:
+            call = planned_call(
+                te_source, caller, backends, plan, 0, qkv, cp_comm_type=word, self_deterministic=by_layer
+            )
+            call().sum().backward()
+            assert torch.are_deterministic_algorithms_enabled() is by_torch
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert set(seen) == {by_layer or by_torch}
+    monkeypatch.setattr(CpuKernel, "backward", lambda *_args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        call().sum().backward()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+LOST = {
+    "a copy": torch.Tensor.clone,
+    "a view": lambda cu_seqlens: cu_seqlens[:],
+    "no packed sequence": lambda _cu_seqlens: None,
+}
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("lost", LOST)
+def test_a_layer_of_a_packed_run_that_lost_its_plan_is_named(
+    te_source: TeSource, patched: Any, lost: str, training: bool, caller: str
+) -> None:
+    """In training and in evaluation. The original would attend by its own split of a sequence, without a word."""
+    backends = patched(2)
+    plan = plan_named("per_document", (8, 8), 2)
+    qkv = tuple(torch.zeros(8, 2, 4) for _ in range(3))
+    marked = cu_seqlens_of(plan, 0)
+    cu_seqlens = LOST[lost](marked)
+    found = "None" if cu_seqlens is None else r"a tensor of shape \(3,\) without one"
+    args, kwargs = arguments(
+        te_source,
+        caller,
+        backends,
+        **dict(zip(("query_layer", "key_layer", "value_layer"), qkv, strict=True)),
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        cp_group=0,
+        cp_comm_type=LayerCommType("p2p", "all_gather", 5),
+        self_training=training,
+    )
+    function = getattr(backends, FUNCTION)
+    with pytest.raises(PlanLostError, match=f"attention of layer 5: cu_seqlens_q must carry the plan .* got {found}"):
+        function(*args, **kwargs)
+    # As in a release that passes fewer arguments by position.
+    with pytest.raises(PlanLostError, match="attention of layer 5: cu_seqlens_q must carry"):
+        function(*args[:4], **dict(zip(POSITIONAL[4:], args[4:], strict=True)), **kwargs)
+    with pytest.raises(PlanLostError, match="attention of layer 5: cu_seqlens_kv must carry"):
+        function(*args[:4], marked, *args[5:], **kwargs)
+    assert home_of(backends).calls == []
+
+
+def test_a_plan_is_seen_whatever_is_passed_by_position(te_source: TeSource, patched: Any) -> None:
+    backends = patched(1)
+    plan = plan_named("per_document", (8, 8), 1)
+    qkv = tuple(torch.randn(16, 2, 4) for _ in range(3))
+    word = LayerCommType("p2p", "all_gather")
+    cu_seqlens = cu_seqlens_of(plan, 0)
+    variables = dict(zip(("query_layer", "key_layer", "value_layer"), qkv, strict=True))
+    variables |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens, "cp_group": 0, "cp_comm_type": word}
+    args, kwargs = arguments(te_source, CALLERS[0], backends, **variables)
+    function = getattr(backends, FUNCTION)
+    wanted = function(*args, **kwargs)
+    for count in (14, 4, 0):
+        named = dict(zip(POSITIONAL[count:], args[count:], strict=True))
+        assert torch.equal(function(*args[:count], **named, **kwargs), wanted)
+    assert home_of(backends).calls == []
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+@pytest.mark.parametrize("comm_type", ["all_gather", "p2p"])
+def test_zeros_behind_values_do_not_travel(
+    te_source: TeSource, patched: Any, monkeypatch: pytest.MonkeyPatch, caller: str, comm_type: str
+) -> None:
+    """As Megatron widens the values of multi-latent attention, and trims what comes back."""
+    backends = patched(2)
+    lengths = padded(LENGTHS, 2)
+    heads = HEADS["value-smaller"]
+    plan = plan_named("random", lengths, 2, seed=4)
+    pack = inputs(plan.num_tokens, heads, seed=4)
+    size, wide = heads.value_size, heads.head_size
+    widths: set[int] = set()
+    leave = WaitingMailbox.leave
+
+    def watched(mailbox: WaitingMailbox, message: tuple[int, int, int], rows: torch.Tensor) -> None:
+        widths.add(rows.shape[1])
+        leave(mailbox, message, rows)
+
+    monkeypatch.setattr(WaitingMailbox, "leave", watched)
+
+    def attend(rank: int, qkv: Tensors, word: LayerCommType) -> torch.Tensor:
+        query, key, value = qkv
+        widened = torch.nn.functional.pad(value, (0, wide - size))
+        out = planned_call(
+            te_source, caller, backends, plan, rank, (query, key, widened), cp_comm_type=word, self_softmax_scale=0.3
+        )()
+        assert out.shape[-1] == wide
+        return out[..., :size]
+
+    wanted = run_dense(pack, lengths, scale=0.3)
+    for known, row_size in ((size, size), (None, wide)):
+        widths.clear()
+        word = LayerCommType("p2p", comm_type, 1, known)  # type: ignore[arg-type]
+        results = run_all(pack, plan, partial(attend, word=word))
+        assert max(errors(results, wanted)) <= EXACT
+        assert widths == {heads.num_kv_heads * (wide + row_size)}

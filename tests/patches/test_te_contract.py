@@ -42,15 +42,17 @@ COMMON_KEYWORDS = {
     "softmax_type": "'vanilla'",
     "layer_number": "1",
 }
-SINCE_2_20 = {
-    "softcap": "0.0",
-    "use_flash_attn_4": "False",
-    "load_balancing_strategy": "CPLoadBalancingStrategy.DUAL_CHUNK_SWAP",
+SINCE: dict[str, dict[str, str]] = {
+    "2.19": {
+        "use_flash_attn_4": "False",
+        "load_balancing_strategy": "CPLoadBalancingStrategy.DUAL_CHUNK_SWAP",
+    },
+    "2.20": {"softcap": "0.0"},
 }
 
 
-def _is_2_20(source: TeSource) -> bool:
-    return Version(source.version) >= Version("2.20")
+def _is_since(source: TeSource, version: str) -> bool:
+    return Version(source.version) >= Version(version)
 
 
 def test_the_function_has_the_parameters_and_defaults_that_were_read(te_source: TeSource) -> None:
@@ -58,7 +60,8 @@ def test_the_function_has_the_parameters_and_defaults_that_were_read(te_source: 
     assert tuple(found)[:15] == POSITIONAL
     assert [found[name] for name in POSITIONAL] == [None] * 15
     keywords = {name: default for name, default in found.items() if name not in POSITIONAL}
-    assert keywords == COMMON_KEYWORDS | (SINCE_2_20 if _is_2_20(te_source) else {})
+    later = [more for version, more in SINCE.items() if _is_since(te_source, version)]
+    assert keywords == COMMON_KEYWORDS | {name: default for more in later for name, default in more.items()}
 
 
 def test_the_callers_know_it_by_the_one_name_that_is_replaced(te_source: TeSource) -> None:
@@ -90,11 +93,12 @@ def test_a_caller_passes_15_by_position_and_the_rest_by_keyword(te_source: TeSou
         *("pad_between_seqs", "fp8_output"),
     }
     if caller == "FlashAttention":
-        wanted |= {"use_flash_attn_3"} | ({"softcap", "use_flash_attn_4"} if _is_2_20(te_source) else set())
+        wanted |= {"use_flash_attn_3"} | ({"use_flash_attn_4"} if _is_since(te_source, "2.19") else set())
+        wanted |= {"softcap"} if _is_since(te_source, "2.20") else set()
     else:
         wanted |= {"attn_bias_type", "attn_bias", "use_fused_attention", "fp8", "fp8_meta", "softmax_type"}
         wanted |= {"softmax_offset", "layer_number", "return_max_logit"}
-    wanted |= {"load_balancing_strategy"} if _is_2_20(te_source) else set()
+    wanted |= {"load_balancing_strategy"} if _is_since(te_source, "2.19") else set()
     assert keywords == wanted
 
 
@@ -149,8 +153,8 @@ def test_the_layer_finds_out_about_padding_on_the_host_unless_told(te_source: Te
     body = te_source.forward_of("DotProductAttention").body
     assert assigned(reachable(body, PLANNED), ("pad_between_seqs",)) == []
     found_out = assigned(reachable(body, PLANNED | {"pad_between_seqs": None}), ("pad_between_seqs",))
-    # The last version asks whether there are padded lengths at all, which costs nothing.
-    assert any("torch.equal" in statement for statement in found_out) is not _is_2_20(te_source)
+    # Since 2.19 it asks whether there are padded lengths at all, which costs nothing.
+    assert any("torch.equal" in statement for statement in found_out) is not _is_since(te_source, "2.19")
     assert len(found_out) > 0
 
 
@@ -183,7 +187,7 @@ def test_all_gather_would_lose_a_backend_in_some_versions(te_source: TeSource) -
     refuses = "\n".join(
         ast.unparse(n) for n in ast.walk(te_source.modules["context_parallel"]) if isinstance(n, ast.Assert)
     )
-    assert ("qkv_format != 'thd'" in refuses) or _is_2_20(te_source)
+    assert ("qkv_format != 'thd'" in refuses) or _is_since(te_source, "2.20")
 
 
 def test_a_window_needs_a2a_for_cudnn_since_2_17(te_source: TeSource) -> None:

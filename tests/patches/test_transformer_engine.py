@@ -42,6 +42,15 @@ def test_every_layer_equals_the_oracle(outcomes: list[dict[str, Any]]) -> None:
             assert measured["same bits"] == [True] * 4, name
 
 
+@pytest.mark.parametrize("kernels", te.KERNELS)
+def test_a_layer_may_be_deterministic_by_its_own_switch(kernels: str, outcomes: list[dict[str, Any]]) -> None:
+    for outcome in outcomes:
+        measured = outcome["deterministic"][kernels]
+        assert measured["asked"] == [True]
+        assert measured["error"] <= BOUND
+        assert measured["same bits"] == [True] * 4
+
+
 def test_another_plan_is_far_from_the_oracle(outcomes: list[dict[str, Any]]) -> None:
     """The control, on the rank that holds the end of the merged document."""
     assert max(outcome["another plan"] for outcome in outcomes) > 10 * BOUND
@@ -57,9 +66,17 @@ def test_the_replacement_is_handed_the_very_tensor(outcomes: list[dict[str, Any]
 
 
 @pytest.mark.parametrize("kernels", te.KERNELS)
-def test_other_calls_reach_the_original(kernels: str, outcomes: list[dict[str, Any]]) -> None:
+def test_calls_of_other_layers_reach_the_original(kernels: str, outcomes: list[dict[str, Any]]) -> None:
     for outcome in outcomes:
         assert outcome["originals"][kernels] == {name: (1, [True], True) for name in ("no plan", "a copy")}
+
+
+@pytest.mark.parametrize("kernels", te.KERNELS)
+def test_a_layer_of_ours_that_lost_its_plan_is_named(kernels: str, outcomes: list[dict[str, Any]]) -> None:
+    for outcome in outcomes:
+        assert sorted(outcome["lost"][kernels]) == ["a copy", "no plan"]
+        for said in outcome["lost"][kernels].values():
+            assert said.startswith("attention of layer 1: cu_seqlens_q must carry the plan")
 
 
 def test_transformer_engines_recompute_keeps_the_plan(outcomes: list[dict[str, Any]]) -> None:

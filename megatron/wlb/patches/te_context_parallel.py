@@ -2,7 +2,8 @@
 
 The one function by which Transformer Engine's attention layers reach their context parallelism, under the name by which
 both their callers know it. It divides every document into 2 * cp equal chunks and knows no other split. A call whose
-`cu_seqlens_q` carries a plan is attended as the plan says; every other goes to the original as it came.
+`cu_seqlens_q` carries a plan is attended as the plan says. Without one, a call of a layer of ours has lost it, and is
+refused; every other goes to the original as it came.
 Seams that failed: a core attention of ours in the layer spec does without the layer's checks and its choice of a
 kernel; the layer has no hook behind these.
 """
@@ -10,18 +11,23 @@ kernel; the layer has no hook behind these.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 import torch
+from megatron.core.utils import log_single_rank
 
-from megatron.wlb.core_attention import GroupExchanges
-from megatron.wlb.packed_seq_params import PlannedRows, planned_rows
+from megatron.wlb.core_attention import GroupExchanges, with_padding, without_padding
+from megatron.wlb.packed_seq_params import PlannedRows, plan_lost, planned_rows
 from megatron.wlb.patches.registry import Contract, Patch
 from megatron.wlb.te_attention import LayerCommType
 from wlb.attention import CommType, sharded_attention
+from wlb.attention.kernels import kernel_for
 from wlb.errors import ConfigError
+
+_LOGGER = logging.getLogger(__name__)
 
 POSITIONAL = (
     *("is_training", "q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"),
@@ -30,7 +36,7 @@ POSITIONAL = (
 )
 """What both callers pass by position, in Transformer Engine 2.9 to 2.20."""
 
-_READ = ("softmax_scale", "window_size", "use_fused_attention", "use_flash_attn_3")
+_READ = ("softmax_scale", "window_size", "use_fused_attention", "use_flash_attn_3", "deterministic")
 
 # Keyword -> the only value under a plan. The first ones are in all of 2.9 to 2.20.
 _REQUIRED: dict[str, object] = {
@@ -38,7 +44,6 @@ _REQUIRED: dict[str, object] = {
     "attn_mask_type": "padding_causal",
     "attn_bias_type": "no_bias",
     "attn_bias": None,
-    "deterministic": False,
     "fp8": False,
     "fp8_output": False,
     "pad_between_seqs": False,
@@ -50,7 +55,7 @@ _REQUIRED: dict[str, object] = {
 # Whatever they are, they change nothing: they belong to fp8, which is refused, or say which layer it is.
 _WITHOUT_EFFECT = ("fp8_meta", "quantizers", "layer_number")
 
-# Since 2.20. Everything else that may come is refused unless it is at its default: see `_refuse_unknown`.
+# Since 2.19. Everything else that may come is refused unless it is at its default: see `_refuse_unknown`.
 _READ_LATER = ("use_flash_attn_4",)
 
 
@@ -62,30 +67,44 @@ def make_patch(exchanges: GroupExchanges, *, keep_gathered: bool) -> Patch:
     """
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        defaults = {p.name: p.default for p in inspect.signature(original).parameters.values()}
+        signature = inspect.signature(original)
+        defaults = {p.name: p.default for p in signature.parameters.values()}
+        say_once = _Once()
 
         def attn_forward_func_with_cp(*args: Any, **kwargs: Any) -> Any:
-            rows = planned_rows(args[4]) if len(args) == len(POSITIONAL) else None
-            if rows is None:
-                return original(*args, **kwargs)
-            call = defaults | dict(zip(POSITIONAL, args, strict=True)) | kwargs
-            _refuse_unsupported(call, rows, defaults)
+            # By name: whichever arguments a release passes by position, no plan goes unseen.
+            call = defaults | signature.bind(*args, **kwargs).arguments
             word = call["cp_comm_type"]
+            rows = planned_rows(call["cu_seqlens_q"])
+            if rows is None:
+                if isinstance(word, LayerCommType):
+                    raise plan_lost(_layer(word), "cu_seqlens_q", call["cu_seqlens_q"])
+                return original(*args, **kwargs)
+            _refuse_unsupported(call, rows, defaults)
+            value_size = None
             # A layer that is not of our spec means by its word what it says; what we have no path for is refused.
-            comm_type: CommType = word.planned if isinstance(word, LayerCommType) else word
-            return sharded_attention(
+            comm_type: CommType = word
+            if isinstance(word, LayerCommType):
+                comm_type, value_size = word.planned, word.value_size
+            value = without_padding(call["v"], value_size)
+            window = _window_tokens(call["window_size"])
+            if call.get("use_flash_attn_4", False):
+                say_once(lambda: _instead_of_flash4(call["q"], value, window))
+            out = sharded_attention(
                 call["q"],
                 call["k"],
-                call["v"],
+                value,
                 rows.plan,
                 rows.cp_rank,
                 exchanges.of(call["cp_group"]),
                 comm_type=comm_type,
                 scale=call["softmax_scale"],
-                window_tokens=_window_tokens(call["window_size"]),
+                window_tokens=window,
                 keep_gathered=keep_gathered and comm_type == "all_gather",
                 kernel=_kernel(call),
+                deterministic=call["deterministic"],
             )
+            return with_padding(out, call["v"])
 
         return attn_forward_func_with_cp
 
@@ -129,7 +148,10 @@ def _refuse_unsupported(call: Mapping[str, Any], rows: PlannedRows, defaults: Ma
             refuse(name, repr(value))
     if call["dropout_p"] != 0:
         refuse("dropout_p", "0")
-    if planned_rows(call["cu_seqlens_kv"]) is not rows:
+    of_keys = planned_rows(call["cu_seqlens_kv"])
+    if of_keys is None:
+        raise plan_lost(_layer(call["cp_comm_type"]), "cu_seqlens_kv", call["cu_seqlens_kv"])
+    if of_keys is not rows:
         raise ConfigError("cu_seqlens_kv of a planned micro-batch must carry the plan of cu_seqlens_q, got another")
     if isinstance(call["cp_group"], list):
         refuse("cp_group", "one group (cp_comm_type a2a+p2p has two)")
@@ -152,13 +174,39 @@ def _refuse_unknown(call: Mapping[str, Any], defaults: Mapping[str, Any], refuse
             refuse(name, f"at its default, {default!r}")
 
 
+def _layer(word: str) -> str:
+    """Of which a call is; the caller for flash-attention hands over no number of it."""
+    number = word.layer_number if isinstance(word, LayerCommType) else None
+    return "attention" if number is None else f"attention of layer {number}"
+
+
+class _Once:
+    """Logs the first sentence, on one rank."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def __call__(self, sentence: Callable[[], str]) -> None:
+        if not self._said:
+            log_single_rank(_LOGGER, logging.WARNING, sentence())
+            self._said = True
+
+
+def _instead_of_flash4(query: torch.Tensor, value: torch.Tensor, window_tokens: int | None) -> str:
+    kernel = kernel_for(query.device, query=query, value=value, window_tokens=window_tokens)
+    return (
+        "Transformer Engine chose FlashAttention 4 for attention with context parallelism; planned micro-batches have "
+        f"no kernel of it, and are computed by {type(kernel).__name__}"
+    )
+
+
 def _window_tokens(window: tuple[int, int] | None) -> int | None:
     """Keys that a query sees, its own included. Transformer Engine counts those before its own, -1 for all."""
     return None if window is None or window[0] < 0 else window[0] + 1
 
 
 def _kernel(call: Mapping[str, Any]) -> str:
-    """The one that Transformer Engine chose, by our name. There is none of ours for flash-attention 4."""
+    """The one that Transformer Engine chose, by our name. There is none of ours for FlashAttention 4."""
     if call["q"].device.type == "cpu" or call.get("use_flash_attn_4", False):
         return "auto"
     if call["use_fused_attention"]:
