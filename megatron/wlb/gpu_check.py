@@ -18,6 +18,7 @@ import torch
 from megatron.wlb.environment import OPTIONAL_PACKAGES, TRANSFORMER_ENGINE, has_package
 from megatron.wlb.gpu_check_attention import check_attention
 from megatron.wlb.gpu_check_cost import COST_RULE, check_cost
+from megatron.wlb.gpu_check_exchange import EXCHANGE_RULE, check_exchange
 from megatron.wlb.gpu_check_hygiene import ALLOCATOR_RULE, SYNCS_RULE, check_allocator, check_syncs
 from megatron.wlb.gpu_check_kernels import Outcome, kernel_obstacles, usable_kernels
 from megatron.wlb.gpu_check_memory import MEMORY_RULE, check_memory
@@ -108,6 +109,8 @@ def sections(device: Literal["cuda", "cpu"], folder: Path, shape: TransformerSha
         10,
         lambda _s, _r: check_te_route(scale.sharding.lengths, scale.sharding.tile_tokens, scale.sharding.heads),
     )
+    of_two = (scale.sharding.lengths, scale.sharding.heads["GQA"], scale.sharding.tile_tokens)
+    add("NCCL to itself", "", EXCHANGE_RULE, 8, lambda _s, _r: check_exchange(scale.exchange, *of_two))
     add("host syncs", "", SYNCS_RULE, 8, lambda _s, _r: check_syncs(scale.hygiene, engine=engine))
     shapes = {TRAINED_SHAPE: scale.training.shape, GIVEN_SHAPE: shape}
     add("cost profile", "", COST_RULE, 50, lambda s, _r: check_cost(scale.cost, scale.times, shapes, s, engine=engine))

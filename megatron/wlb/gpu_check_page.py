@@ -8,8 +8,8 @@ from typing import Any
 from megatron.wlb.gpu_check_results import Result
 
 NOT_CHECKED = (
-    "not checked with one GPU: NCCL, exchanges that overlap with attention on their own stream, TP, PP, DP, EP and CP "
-    "over several devices, FP8; no network was timed"
+    "not checked with one GPU: NCCL between devices, exchanges that overlap with attention on their own stream, TP, "
+    "PP, DP, EP and CP over several devices, FP8; no network was timed"
 )
 _WIDTH = 118
 _ERROR_LINES = 6
@@ -83,6 +83,18 @@ def _syncs(measured: dict[str, Any]) -> Iterator[str]:
         if case["places"] != "none":
             count = f"{case['host syncs']} " if "host syncs" in case else ""
             yield f"{name}: {count}at {case['places']}"[:_WIDTH]
+
+
+def _exchange(measured: dict[str, Any]) -> Iterator[str]:
+    for name, case in measured.items():
+        if "skipped" in case:
+            yield f"{name}: not run: {case['skipped']}"
+        elif "messages" in case:
+            sent = f"{case['messages']} messages, {case['MiB']:.3g} MiB together"
+            yield f"{name}: {case['wrong numbers']} wrong numbers in {sent}"
+        else:
+            worst = max(case, key=lambda k: case[k] if case[k] == case[k] else float("inf"))
+            yield f"{name}: largest difference {case[worst]:.1e} ({worst})"
 
 
 def _cost(measured: dict[str, Any]) -> Iterator[str]:
@@ -171,6 +183,7 @@ def _table(head: list[str], rows: list[list[str]]) -> Iterator[str]:
 
 _RATIOS = ("out", "dq", "dk", "dv", "logits", "gradients")
 _WRITERS: dict[str, Callable[[dict[str, Any]], Iterator[str]]] = {
+    "NCCL to itself": _exchange,
     "host syncs": _syncs,
     "cost profile": _cost,
     "training": _training,

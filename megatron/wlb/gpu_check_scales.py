@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.wlb.gpu_check_cost import CostScale
+from megatron.wlb.gpu_check_exchange import ExchangeScale
 from megatron.wlb.gpu_check_hygiene import HygieneScale
 from megatron.wlb.gpu_check_model import SmallGpt
 from megatron.wlb.gpu_check_packs import Heads
@@ -24,6 +25,7 @@ class Scale:
     heads: dict[str, Heads]
     model: SmallGpt
     sharding: ShardingScale
+    exchange: ExchangeScale
     times: TimesScale
     tiles: TilesScale
     cost: CostScale
@@ -70,6 +72,7 @@ SCALES = {
             long_cp_size=8,
             chunk_rows=1024,
         ),
+        exchange=ExchangeScale(num_rows=(20_000, 0, 65_536, 1, 1000, 4097), row_numbers=512, rounds=120),
         times=TimesScale(
             pack_tokens=(131_072, 65_536, 32_768),
             num_packs=5,
@@ -136,6 +139,7 @@ SCALES = {
             long_cp_size=8,
             chunk_rows=64,
         ),
+        exchange=ExchangeScale(num_rows=(100, 0, 257, 1, 64), row_numbers=32, rounds=20),
         times=TimesScale(
             pack_tokens=(512, 256),
             num_packs=1,

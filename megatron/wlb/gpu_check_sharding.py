@@ -32,7 +32,7 @@ from wlb.sharding import SHARDERS, ShardCosts, ShardPlan
 from wlb.sharding.plan import unsharded
 
 # About 50 us on a GPU, longer than a small attention takes.
-_LATE_CYCLES = 100_000
+LATE_CYCLES = 100_000
 
 SHARDING_RULE = (
     f"error <= {RATIO:g} x PyTorch's own in bfloat16, both against float64; other documents keep every bit; "
@@ -128,7 +128,7 @@ class LateMailbox(Mailbox):
     def collect(self, message: tuple[int, int, int]) -> torch.Tensor:
         rows = super().collect(message)
         if rows.is_cuda:
-            torch.cuda._sleep(_LATE_CYCLES)
+            torch.cuda._sleep(LATE_CYCLES)
         return rows
 
 
