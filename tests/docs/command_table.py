@@ -158,6 +158,7 @@ WAYS: Sequence[Way] = (
         slow=True,
     ),
     Way(command=r"python benchmarks/planning\.py", how="parse", reason="times planning for a minute"),
+    Way(command=r"python benchmarks/launching_thread\.py", how="run", slow=True),
     Way(command=r"python benchmarks/schedule\.py", how="parse", reason="times evaluations for a minute"),
     Way(command=r"python benchmarks/preprocess\.py", how="parse", reason="nine pairs of runs", slow=True),
     Way(command=r"python benchmarks/cp_attention\.py", how="parse", reason="needs the quickstart's corpus", slow=True),

@@ -11,6 +11,8 @@ import torch
 
 from tests.harness.processes import run_ranks
 
+pytestmark = pytest.mark.slow  # 20 s of checks that scripts/gpu_check.sh --device cpu runs as they are
+
 CHECKS = ("sharded", "long", "times", "memory")
 
 
