@@ -65,16 +65,19 @@ class Probe:
         return [(row, length, sums[row]) for row, length in lengths.items() if length > 0]
 
     def gradient(self, pieces: Sequence[Sequence[int]]) -> tuple[float, torch.Tensor]:
-        """Mean loss per token over `pieces` (sequence, start, length), and its gradient, flat (P,) float32."""
-        num_tokens = sum(int(length) for _, _, length in pieces)
+        """Mean loss per token over `pieces` (sequence, start, length), and its gradient, flat (P,) float32.
+
+        Zeros without pieces: Algorithm 1 plans empty steps while all that arrives waits, and they count as steps.
+        """
+        num_tokens = max(1, sum(int(length) for _, _, length in pieces))
         self.model.zero_grad(set_to_none=True)
         total = 0.0
         for micro_batch in _packs(pieces, self.args.seq_length):
             loss = self._losses(micro_batch).sum()
             loss.backward()
             total += float(loss.detach())
-        gradients = [p.grad for p in self.model.parameters()]
-        return total / num_tokens, torch.cat([g.flatten() for g in gradients if g is not None]) / num_tokens
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters()]
+        return total / num_tokens, torch.cat([g.flatten() for g in gradients]) / num_tokens
 
     def _losses(self, micro_batch: MicroBatch) -> torch.Tensor:
         """(T,) of the micro-batch's tokens."""

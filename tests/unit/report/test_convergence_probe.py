@@ -27,7 +27,7 @@ def probed(trained, toy_data):
 
     folder, _ = trained
     common = {"weights": str(folder.weights(SAVED)), "prefix": str(toy_data)}
-    steps = [step.tolist() for step in folder.ledger_steps()[SAVED:]]
+    steps = [*(step.tolist() for step in folder.ledger_steps()[SAVED:]), []]
     heldout = {"kind": "heldout", "output": str(folder.heldout(SAVED)), "first": 1900, "stop": 2000}
     gradients = {"kind": "gradients", "output": str(folder.gradients(SAVED)), "steps": steps}
     request = folder.path / "request.json"
@@ -43,7 +43,13 @@ def test_loss_and_gradient_of_the_next_step_are_those_of_training(trained, probe
     assert gradients["inner_products"][0][0] ** 0.5 == pytest.approx(run.grad_norms[SAVED], rel=1e-5)
     # The control: the step after that is trained at other weights.
     assert gradients["losses"][1] != pytest.approx(run.losses[SAVED + 1], rel=1e-4)
-    assert gradients["tokens"] == [8 * WINDOW] * (ITERATIONS - SAVED)
+    assert gradients["tokens"] == [8 * WINDOW] * (ITERATIONS - SAVED) + [0]
+
+
+def test_an_empty_step_has_no_gradient(probed):
+    _, gradients = probed
+    assert gradients["losses"][-1] == 0
+    assert gradients["inner_products"][-1] == [0] * (ITERATIONS - SAVED + 1)
 
 
 def test_every_position_of_every_held_out_document_counts_once(probed, toy_data):
