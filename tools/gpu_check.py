@@ -19,9 +19,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.wlb.gpu_check_page import NOT_CHECKED, footer, header, section
-from megatron.wlb.gpu_check_results import Result, measured_by
-from megatron.wlb.gpu_check_supervision import supervise
+from megatron.wlb.gpu_check.page import NOT_CHECKED, footer, header, section
+from megatron.wlb.gpu_check.results import Result, measured_by
+from megatron.wlb.gpu_check.supervision import supervise
 from wlb.command_line import run_tool
 from wlb.cost import TransformerShape
 from wlb.data.atomic_files import atomic_path
@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError(f"--wheels must be given to scripts/gpu_check.sh, which installs them, got {args.wheels}")
     shape = shape_of(args)
     if args.worker is not None:
-        from megatron.wlb.gpu_check_worker import work
+        from megatron.wlb.gpu_check.worker import work
 
         work(args.device, args.worker, seconds=args.seconds, shape=shape)
         return

@@ -12,9 +12,9 @@ from tests.harness.processes import run_ranks
 
 def rehearse() -> dict[str, Any]:
     """Outcomes as it is, and by what is broken. Runs in a rank."""
-    from megatron.wlb import gpu_check_exchange
     from megatron.wlb.cpu import cpu_as_device
-    from megatron.wlb.gpu_check import SCALES
+    from megatron.wlb.gpu_check import exchange
+    from megatron.wlb.gpu_check.sections import SCALES
     from megatron.wlb.parallel import single_process
     from megatron.wlb.patches.registry import replace
     from wlb.attention import GroupExchange
@@ -22,7 +22,7 @@ def rehearse() -> dict[str, Any]:
 
     scale = SCALES["cpu"]
     pack = (scale.sharding.lengths, scale.sharding.heads["GQA"], scale.sharding.tile_tokens)
-    run_ranks_of_check, all_to_all = gpu_check_exchange._run_ranks, GroupExchange.all_to_all
+    run_ranks_of_check, all_to_all = exchange._run_ranks, GroupExchange.all_to_all
     kept: list[Any] = []
     received_rows: list[Any] = []
 
@@ -48,15 +48,15 @@ def rehearse() -> dict[str, Any]:
     outcomes: dict[str, Any] = {}
     with cpu_as_device(), single_process("gloo"):
         with ExitStack() as undo:
-            replace(undo, gpu_check_exchange, "_run_ranks", keeping)
-            outcomes["nothing"] = gpu_check_exchange.check_exchange(scale.exchange, *pack)
+            replace(undo, exchange, "_run_ranks", keeping)
+            outcomes["nothing"] = exchange.check_exchange(scale.exchange, *pack)
         with ExitStack() as undo:
-            replace(undo, gpu_check_exchange, "_run_ranks", swapped)
-            outcomes["swapped"] = gpu_check_exchange.check_exchange(scale.exchange, *pack)
-            replace(undo, gpu_check_exchange, "_run_ranks", lambda *_: kept[0])
-            replace(undo, gpu_check_exchange, "transport_for", lambda _device: Overwritten())
+            replace(undo, exchange, "_run_ranks", swapped)
+            outcomes["swapped"] = exchange.check_exchange(scale.exchange, *pack)
+            replace(undo, exchange, "_run_ranks", lambda *_: kept[0])
+            replace(undo, exchange, "transport_for", lambda _device: Overwritten())
             replace(undo, GroupExchange, "all_to_all", noting)
-            outcomes["overwritten"] = gpu_check_exchange.check_exchange(scale.exchange, *pack)
+            outcomes["overwritten"] = exchange.check_exchange(scale.exchange, *pack)
     return outcomes
 
 
@@ -92,8 +92,8 @@ def test_finds_processes_that_differ_from_one(rehearsed: dict[str, Any]) -> None
 
 
 def test_the_page_tells_results_from_what_was_not_run() -> None:
-    from megatron.wlb.gpu_check_page import section
-    from megatron.wlb.gpu_check_results import Result
+    from megatron.wlb.gpu_check.page import section
+    from megatron.wlb.gpu_check.results import Result
 
     measured = {
         "all_to_all": {"wrong numbers": 0, "messages": 20, "MiB": 0.5},

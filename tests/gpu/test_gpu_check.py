@@ -20,14 +20,15 @@ needs_gpu = pytest.mark.skipif(
 
 def rehearse() -> dict[str, Any]:
     """Outcomes of the CPU checks as they are, with documents merged, and with positions reversed. Runs in a rank."""
-    from megatron.wlb import core_attention, gpu_check, gpu_check_attention
+    from megatron.wlb import core_attention
     from megatron.wlb.cpu import cpu_as_device
+    from megatron.wlb.gpu_check import attention, sections
     from megatron.wlb.parallel import single_process
     from megatron.wlb.patches import rope_thd, te_context_parallel
     from megatron.wlb.patches.registry import applied, replace
     from wlb.sharding.plan import unsharded
 
-    scale = gpu_check.SCALES["cpu"]
+    scale = sections.SCALES["cpu"]
     sharded = core_attention.sharded_attention
 
     def merging(query: Any, key: Any, value: Any, plan: Any, *_args: Any, **kwargs: Any) -> Any:
@@ -44,7 +45,7 @@ def rehearse() -> dict[str, Any]:
     def broken(name: str) -> Any:
         with ExitStack() as undo:
             if name == "merged":
-                for module in (core_attention, gpu_check_attention):
+                for module in (core_attention, attention):
                     replace(undo, module, "sharded_attention", merging)
             if name == "reversed":
                 _reverse_positions(undo)
@@ -55,23 +56,23 @@ def rehearse() -> dict[str, Any]:
         for name in ("intact", "merged", "reversed"):
             with broken(name):
                 outcomes[name] = {
-                    "attention": gpu_check.check_attention(scale.lengths, scale.heads, kernel="auto"),
-                    "model": gpu_check.check_model(scale, engine=False),
+                    "attention": sections.check_attention(scale.lengths, scale.heads, kernel="auto"),
+                    "model": sections.check_model(scale, engine=False),
                 }
         outcomes["intact"] |= _further_checks(scale)
         with ExitStack() as undo:
             _wait_in_attention(undo)
             replace(undo, te_context_parallel, "sharded_attention", merging)
             outcomes["broken"] = _further_checks(scale)
-        outcomes["refused"] = gpu_check.check_attention(scale.lengths, scale.heads, kernel="torch")
-        outcomes["sections"] = [s.name for s in gpu_check.sections("cpu", Path("unused"), scale.training.shape)]
+        outcomes["refused"] = sections.check_attention(scale.lengths, scale.heads, kernel="torch")
+        outcomes["sections"] = [s.name for s in sections.sections("cpu", Path("unused"), scale.training.shape)]
     return outcomes
 
 
 def _further_checks(scale: Any) -> dict[str, Any]:
-    from megatron.wlb.gpu_check_cost import check_cost
-    from megatron.wlb.gpu_check_hygiene import check_allocator, check_syncs
-    from megatron.wlb.gpu_check_te_route import check_te_route
+    from megatron.wlb.gpu_check.cost import check_cost
+    from megatron.wlb.gpu_check.hygiene import check_allocator, check_syncs
+    from megatron.wlb.gpu_check.te_route import check_te_route
 
     shapes = {"model": scale.training.shape}
     return {

@@ -24,12 +24,12 @@ def modules() -> None:
     with warnings.catch_warnings():
         # Upstream's own, on import: what it falls back to.
         warnings.simplefilter("ignore")
-        import megatron.wlb.gpu_check  # noqa: F401
+        import megatron.wlb.gpu_check.sections  # noqa: F401
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 4, 100])
 def test_chunks_give_what_one_matrix_gives(chunk_rows: int) -> None:
-    from megatron.wlb.gpu_check_rule import attention_by_chunks, with_gradients
+    from megatron.wlb.gpu_check.rule import attention_by_chunks, with_gradients
 
     lengths = (9, 1, 6)
     generator = torch.Generator().manual_seed(3)
@@ -42,7 +42,7 @@ def test_chunks_give_what_one_matrix_gives(chunk_rows: int) -> None:
 
 
 def test_not_a_number_is_not_within_the_ratio() -> None:
-    from megatron.wlb.gpu_check_rule import within_ratio
+    from megatron.wlb.gpu_check.rule import within_ratio
 
     assert within_ratio({"out": 2.0, "dq": 0.0})
     assert not within_ratio({"out": 1.0, "dq": float("nan")})
@@ -50,8 +50,8 @@ def test_not_a_number_is_not_within_the_ratio() -> None:
 
 
 def test_ranks_receive_what_the_plan_says_and_no_more() -> None:
-    from megatron.wlb.gpu_check_packs import Heads
-    from megatron.wlb.gpu_check_sharding import _receives_as_planned
+    from megatron.wlb.gpu_check.packs import Heads
+    from megatron.wlb.gpu_check.sharding import _receives_as_planned
 
     plan = plan_of_chunks((6,), 2, [(0, 0, 0, 2), (1, 0, 2, 5), (0, 0, 5, 6)])
     heads = Heads(num_heads=2, num_kv_heads=1, head_size=8, value_size=4)
@@ -65,7 +65,7 @@ def test_ranks_receive_what_the_plan_says_and_no_more() -> None:
 def test_laps_are_summed_by_name_in_seconds(device: str) -> None:
     """Events of a CUDA device are played by the CPU's."""
     from megatron.wlb.cpu import cpu_as_device
-    from megatron.wlb.gpu_check_stopwatch import Stopwatch
+    from megatron.wlb.gpu_check.stopwatch import Stopwatch
 
     with cpu_as_device():
         watch = Stopwatch(torch.device(device))
@@ -79,8 +79,8 @@ def test_laps_are_summed_by_name_in_seconds(device: str) -> None:
 
 def test_copies_between_ranks_are_left_out(monkeypatch: Any) -> None:
     from megatron.wlb.cpu import cpu_as_device
-    from megatron.wlb.gpu_check_packs import Heads, draw_pack
-    from megatron.wlb.gpu_check_stopwatch import time_plan
+    from megatron.wlb.gpu_check.packs import Heads, draw_pack
+    from megatron.wlb.gpu_check.stopwatch import time_plan
 
     collect = Mailbox.collect
 
@@ -101,8 +101,8 @@ def test_copies_between_ranks_are_left_out(monkeypatch: Any) -> None:
 
 
 def test_packs_are_drawn_from_their_seed() -> None:
-    from megatron.wlb.gpu_check import SCALES
-    from megatron.wlb.gpu_check_rank_times import draw_lengths
+    from megatron.wlb.gpu_check.rank_times import draw_lengths
+    from megatron.wlb.gpu_check.sections import SCALES
 
     scale = SCALES["cuda"].times
     packs = [draw_lengths(scale, 131_072, seed=seed) for seed in range(20)]
@@ -115,7 +115,7 @@ def test_packs_are_drawn_from_their_seed() -> None:
 
 
 def test_fit_finds_the_prices_that_made_the_times() -> None:
-    from megatron.wlb.gpu_check_tiles import fitted_costs, suggested_costs
+    from megatron.wlb.gpu_check.tiles import fitted_costs, suggested_costs
 
     spans = {4096: 16, 16_384: 4}
     costs = ShardCosts(tile_tokens=128)
@@ -132,7 +132,7 @@ def test_fit_finds_the_prices_that_made_the_times() -> None:
 
 def test_profile_is_of_the_whole_model() -> None:
     """Two layers less one are a layer; embeddings, output layer and loss are counted once."""
-    from megatron.wlb.gpu_check_cost import Passes, crossover_tokens, profile_of
+    from megatron.wlb.gpu_check.cost import Passes, crossover_tokens, profile_of
     from wlb.cost import TransformerShape
 
     shape = TransformerShape(
@@ -168,7 +168,7 @@ def test_profile_is_of_the_whole_model() -> None:
 
 
 def run_of(losses: list[float], lengths: list[list[int]], token_s: float) -> Any:
-    from megatron.wlb.gpu_check_training_runs import Run
+    from megatron.wlb.gpu_check.training_runs import Run
     from wlb.report.training_log import LoggedStep
 
     tokens = sum(map(sum, lengths))
@@ -181,7 +181,7 @@ def run_of(losses: list[float], lengths: list[list[int]], token_s: float) -> Any
 
 
 def test_training_is_judged_by_losses_and_times_stand_beside_the_prediction() -> None:
-    from megatron.wlb.gpu_check_training import judge
+    from megatron.wlb.gpu_check.training import judge
     from wlb.cost import ProfiledCost
 
     falling = [4.0 * 0.95**i for i in range(20)]
@@ -214,8 +214,8 @@ def test_training_is_judged_by_losses_and_times_stand_beside_the_prediction() ->
 
 
 def test_late_messages_of_a_mailbox_are_delivered() -> None:
-    from megatron.wlb.gpu_check_sharding import LateMailbox
-    from megatron.wlb.gpu_check_te_route import KeepingMailbox, RepeatingMailbox
+    from megatron.wlb.gpu_check.sharding import LateMailbox
+    from megatron.wlb.gpu_check.te_route import KeepingMailbox, RepeatingMailbox
 
     rows = torch.arange(6.0).view(2, 3)
     late = LateMailbox(2)
@@ -230,17 +230,15 @@ def test_late_messages_of_a_mailbox_are_delivered() -> None:
 
 
 def test_a_kernel_that_fails_is_judged_where_training_would_choose_it(monkeypatch: Any, capsys: Any) -> None:
-    from megatron.wlb import gpu_check_kernels
-    from megatron.wlb.gpu_check_packs import Heads
+    from megatron.wlb.gpu_check import kernels
+    from megatron.wlb.gpu_check.packs import Heads
     from wlb.errors import ConfigError
 
     small = Heads(num_heads=2, num_kv_heads=1, head_size=8, value_size=8)
     wide = Heads(num_heads=2, num_kv_heads=1, head_size=16, value_size=8)
     large = Heads(num_heads=2, num_kv_heads=1, head_size=32, value_size=32)
     chosen = {small: "fast", wide: "other", large: "other"}
-    monkeypatch.setattr(
-        gpu_check_kernels, "kernel_of", lambda heads, kernel: chosen[heads] if kernel == "auto" else kernel
-    )
+    monkeypatch.setattr(kernels, "kernel_of", lambda heads, kernel: chosen[heads] if kernel == "auto" else kernel)
 
     def check(kind: str, heads: Heads) -> tuple[bool, dict[str, Any]]:
         if heads == wide:
@@ -250,15 +248,15 @@ def test_a_kernel_that_fails_is_judged_where_training_would_choose_it(monkeypatc
         return True, {kind: {"out": 1.0}}
 
     kinds = {"small": small, "wide": wide, "large": large}
-    passed, measured = gpu_check_kernels.by_kind(kinds, "fast", check)
+    passed, measured = kernels.by_kind(kinds, "fast", check)
     assert passed
     assert measured["wide"] == {"refused": "RuntimeError: no such shape"}
     assert measured["large"] == {"refused": "head_size must be <= 16, got 32"}
-    assert not gpu_check_kernels.by_kind({"wide": wide, "large": large}, "fast", check)[0], "it took none"
+    assert not kernels.by_kind({"wide": wide, "large": large}, "fast", check)[0], "it took none"
 
     chosen[wide] = "fast"
-    passed, measured = gpu_check_kernels.by_kind(kinds, "fast", check)
+    passed, measured = kernels.by_kind(kinds, "fast", check)
     assert not passed
     assert measured["wide"] == {"failed": "RuntimeError: no such shape"}
     assert "no such shape" in capsys.readouterr().err, "its place is told"
-    assert not gpu_check_kernels.by_kind({"small": small, "wide": wide}, None, check)[0], "nobody else would have it"
+    assert not kernels.by_kind({"small": small, "wide": wide}, None, check)[0], "nobody else would have it"

@@ -19,10 +19,10 @@ CHECKS = ("sharded", "long", "times", "memory")
 def rehearse() -> dict[str, Any]:
     """Outcomes by what is broken, then by check. Runs in a rank."""
     from megatron.wlb.cpu import cpu_as_device
-    from megatron.wlb.gpu_check import SCALES
-    from megatron.wlb.gpu_check_memory import check_memory
-    from megatron.wlb.gpu_check_rank_times import check_rank_times
-    from megatron.wlb.gpu_check_sharding import check_long_pack, check_sharding
+    from megatron.wlb.gpu_check.memory import check_memory
+    from megatron.wlb.gpu_check.rank_times import check_rank_times
+    from megatron.wlb.gpu_check.sections import SCALES
+    from megatron.wlb.gpu_check.sharding import check_long_pack, check_sharding
     from wlb.sharding import ShardCosts
 
     def outcomes_of(scale: Any) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def rehearse() -> dict[str, Any]:
 
 def _merge_documents(undo: ExitStack) -> None:
     """Every sharder takes the first two documents for one."""
-    from megatron.wlb import gpu_check_rank_times, gpu_check_sharding
+    from megatron.wlb.gpu_check import rank_times, sharding
     from megatron.wlb.patches.registry import replace
     from wlb.sharding import SHARDERS
 
@@ -65,7 +65,7 @@ def _merge_documents(undo: ExitStack) -> None:
         return lambda lengths, cp_size, costs: shard((lengths[0] + lengths[1], *lengths[2:]), cp_size, costs)
 
     sharders = {name: merged(shard) for name, shard in SHARDERS.items()}
-    for module in (gpu_check_rank_times, gpu_check_sharding):
+    for module in (rank_times, sharding):
         replace(undo, module, "SHARDERS", sharders)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron.wlb.gpu_check_results import Result, load_results, measured_by
-from megatron.wlb.gpu_check_supervision import CheckNotStarted, supervise
+from megatron.wlb.gpu_check.results import Result, load_results, measured_by
+from megatron.wlb.gpu_check.supervision import CheckNotStarted, supervise
 
 SECTIONS = ("first", "second", "third")
 

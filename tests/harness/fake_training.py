@@ -67,7 +67,7 @@ def gpt_syncs() -> dict[str, list[Counter[tuple[str, str, str]]]]:
     Runs in a rank of its own.
     """
     from megatron.wlb.cpu import cpu_as_device
-    from megatron.wlb.gpu_check_model import SmallGpt, packed_gpt
+    from megatron.wlb.gpu_check.model import SmallGpt, packed_gpt
     from megatron.wlb.parallel import single_process
     from megatron.wlb.patches import rope_thd
     from megatron.wlb.patches.registry import applied, replace

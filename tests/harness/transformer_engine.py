@@ -232,8 +232,8 @@ def plan_of(name: str) -> Any:
 
 def gpu_check_route(kernels: str) -> tuple[bool, dict[str, Any]]:
     """What the GPU check says of Transformer Engine's layers, each rank by itself."""
-    from megatron.wlb.gpu_check_packs import Heads as GpuHeads
-    from megatron.wlb.gpu_check_te_route import check_te_route
+    from megatron.wlb.gpu_check.packs import Heads as GpuHeads
+    from megatron.wlb.gpu_check.te_route import check_te_route
 
     heads = {name: GpuHeads(**asdict(HEADS[name])) for name in ("gqa", "mla")}
     with pretended_gpu(kernels):

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.wlb import gpu_check_supervision
-from megatron.wlb.gpu_check_page import NOT_CHECKED, header, section
-from megatron.wlb.gpu_check_results import Result
+from megatron.wlb.gpu_check import supervision
+from megatron.wlb.gpu_check.page import NOT_CHECKED, header, section
+from megatron.wlb.gpu_check.results import Result
 from wlb.cost import load_pipeline_costs
 from wlb.errors import ConfigError
 
@@ -63,7 +63,7 @@ def results_are(monkeypatch):
             yield ENVIRONMENT
             yield from results
 
-        monkeypatch.setattr(gpu_check_supervision, "supervise", supervise)
+        monkeypatch.setattr(supervision, "supervise", supervise)
 
     return use
 
@@ -98,7 +98,7 @@ def test_a_check_that_is_stopped_leaves_what_it_found(run, tmp_path, monkeypatch
         yield result("check 0")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gpu_check_supervision, "supervise", stopped)
+    monkeypatch.setattr(supervision, "supervise", stopped)
     assert run("gpu_check", "--device", "cpu", "--json", tmp_path / "out.json") == 130
     page = json.loads((tmp_path / "out.json").read_text())
     assert (page["passed"], page["complete"]) == (False, False)
@@ -135,7 +135,7 @@ def test_the_page_shows_the_end_of_an_error():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
 def test_asks_for_a_device_that_is_not_there():
-    from megatron.wlb.gpu_check_worker import check_device
+    from megatron.wlb.gpu_check.worker import check_device
 
     with pytest.raises(ConfigError, match="--device must be cuda where there is a CUDA device and cpu elsewhere"):
         check_device("cuda")
