@@ -42,21 +42,52 @@ read_tokenizer() {
     TOKENIZER_ARGS=(--tokenizer-type "$type" --tokenizer-model "$model")
 }
 
+suffix_advice() {
+    if [[ $1 =~ \.(bin|idx)$ ]]; then echo ": give the prefix without ${BASH_REMATCH[0]}"; fi
+}
+
 # One prefix, or a blend as one argument: "0.7 data/a 0.3 data/b".
 read_data() {
     if [[ $1 == MOCK ]]; then
         DATA_PATH_ARGS=(--mock-data)
         return
     fi
-    local words=("$1") word file
+    local words=("$1") word file weight='' num_weights=0 num_prefixes=0
     if [[ ! -e $1.idx ]]; then read -ra words <<<"$1"; fi
     for word in "${words[@]}"; do
-        if [[ $word =~ ^[0-9]*\.?[0-9]+$ ]] && ((${#words[@]} > 1)); then continue; fi
+        if [[ $word =~ ^[0-9]*\.?[0-9]+$ ]] && ((${#words[@]} > 1)); then
+            [[ -z $weight ]] || fail "a weight of a blend must be followed by a prefix, got $weight $word"
+            weight=$word num_weights=$((num_weights + 1))
+            continue
+        fi
+        weight='' num_prefixes=$((num_prefixes + 1))
         for file in "$word.idx" "$word.bin"; do
-            [[ -f $file ]] || fail "DATA_PREFIX must name .bin/.idx data or be MOCK, but $file is not a file"
+            [[ -f $file ]] || fail "DATA_PREFIX must name .bin/.idx data or be MOCK, but $file is not a file$(suffix_advice "$word")"
         done
     done
+    [[ -z $weight ]] || fail "a weight of a blend must be followed by a prefix, got $weight at its end"
+    if ((num_weights && num_weights != num_prefixes)); then
+        fail "all prefixes of a blend must have a weight, or none, got $num_weights for $num_prefixes in $1"
+    fi
     DATA_PATH_ARGS=(--data-path "${words[@]}")
+}
+
+# require_task_variables NAME ...: what srun, or the batch script, sets for a task.
+require_task_variables() {
+    local name
+    for name in "$@"; do
+        [[ -n ${!name:-} ]] || fail "$name must be set with LAUNCHER=task: srun sets it, or scripts/slurm/train.sbatch; got none"
+    done
+}
+
+# require_one_of NAME VALUE CHOICE ...
+require_one_of() {
+    local name=$1 value=$2 choice
+    shift 2
+    for choice in "$@"; do
+        if [[ $value == "$choice" ]]; then return; fi
+    done
+    fail "$name must be one of $*, got $value"
 }
 
 # count_processes: from the environment sets num_processes, and refuses a layout that they do not fill.
@@ -70,7 +101,8 @@ count_processes() {
         num_processes=$((NNODES * GPUS_PER_NODE)) where="$NNODES x $GPUS_PER_NODE (NNODES x GPUS_PER_NODE)"
         ;;
     task)
-        num_processes=${SLURM_NTASKS:?must be set with LAUNCHER=task: srun sets it} where="$num_processes (tasks of srun)"
+        require_task_variables SLURM_NTASKS
+        num_processes=$SLURM_NTASKS where="$num_processes (tasks of srun)"
         ;;
     *) fail "LAUNCHER must be torchrun or task, got $LAUNCHER" ;;
     esac
@@ -80,26 +112,34 @@ count_processes() {
     fi
 }
 
+# export_for_run NAME VALUE: also names it for a dry run.
+EXPORTED=()
+export_for_run() {
+    export "$1=$2"
+    EXPORTED+=("$1")
+}
+
 set_environment() {
     # Kernels start in the order of their launch: tensor and sequence parallelism overlap communication only so.
-    export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+    export_for_run CUDA_DEVICE_MAX_CONNECTIONS "${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
     # Micro-batches differ in length, so nearly every step asks for blocks of sizes that no step asked for before.
     # Segments that grow can hold any of them, where fixed ones would be left in pieces that fit none; and sizes rounded
     # up to sixteenths of a power of two (at most 6 % more) are met again, so that freed blocks are reused.
-    export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True,roundup_power2_divisions:16}"
+    export_for_run PYTORCH_CUDA_ALLOC_CONF "${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True,roundup_power2_divisions:16}"
     # Norms leave a few multiprocessors to the communication that runs beside them.
-    export NVTE_FWD_LAYERNORM_SM_MARGIN="${NVTE_FWD_LAYERNORM_SM_MARGIN:-16}"
-    export NVTE_BWD_LAYERNORM_SM_MARGIN="${NVTE_BWD_LAYERNORM_SM_MARGIN:-16}"
+    export_for_run NVTE_FWD_LAYERNORM_SM_MARGIN "${NVTE_FWD_LAYERNORM_SM_MARGIN:-16}"
+    export_for_run NVTE_BWD_LAYERNORM_SM_MARGIN "${NVTE_BWD_LAYERNORM_SM_MARGIN:-16}"
     # A rank whose peer has died stops with the name of the collective instead of waiting for ever; how long it waits is
     # --distributed-timeout-minutes.
-    export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
-    export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
+    export_for_run TORCH_NCCL_ASYNC_ERROR_HANDLING "${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
+    export_for_run NCCL_DEBUG "${NCCL_DEBUG:-WARN}"
     # Planning runs in a process of its own beside each rank; one thread each is enough for both.
-    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-    export PYTHONUNBUFFERED=1 PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+    export_for_run OMP_NUM_THREADS "${OMP_NUM_THREADS:-1}"
+    export_for_run PYTHONUNBUFFERED 1
+    export_for_run PYTHONPATH "$root${PYTHONPATH:+:$PYTHONPATH}"
     # torchrun passes SIGTERM on and kills what still runs after 30 s: too soon to finish a step and save it. Versions of
     # torch that do not know this variable keep to 30 s; under Slurm there is no torchrun in between.
-    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-900}"
+    export_for_run TORCH_ELASTIC_SHUTDOWN_TIMEOUT "${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-900}"
 }
 
 # PYTHON, else the environment of scripts/setup.sh, else python3 (a container that brings torch).
@@ -114,19 +154,27 @@ find_python() {
     fi
 }
 
-# launch FLAGS: becomes the training process, or torchrun. DRY_RUN=1 prints the command instead.
+# launch FLAGS: becomes the training process, or torchrun. DRY_RUN=1 prints the command instead, with what it exports.
 launch() {
+    require_one_of WLB_PACKING "${WLB_PACKING:-makespan}" greedy makespan plain solver two_stage wlb
+    require_one_of WLB_CP_SHARDING "${WLB_CP_SHARDING:-hybrid}" per_sequence per_document adaptive hybrid
     find_python
     set_environment
     local command=("$python")
     if [[ $LAUNCHER == task ]]; then
-        : "${MASTER_ADDR:?must name the first node with LAUNCHER=task}" "${MASTER_PORT:?must be set with LAUNCHER=task}"
-        export MASTER_ADDR MASTER_PORT WORLD_SIZE=$num_processes
-        export RANK="${SLURM_PROCID:?srun sets it}" LOCAL_RANK="${SLURM_LOCALID:?srun sets it}"
+        require_task_variables MASTER_ADDR MASTER_PORT SLURM_PROCID SLURM_LOCALID
+        export_for_run MASTER_ADDR "$MASTER_ADDR"
+        export_for_run MASTER_PORT "$MASTER_PORT"
+        export_for_run WORLD_SIZE "$num_processes"
+        export_for_run RANK "$SLURM_PROCID"
+        export_for_run LOCAL_RANK "$SLURM_LOCALID"
     else
         if ((NNODES > 1)) && [[ -z ${MASTER_ADDR:-} || -z ${NODE_RANK:-} ]]; then
             fail "MASTER_ADDR must name the first node and NODE_RANK this one with NNODES=$NNODES," \
                 "got MASTER_ADDR=${MASTER_ADDR:-} NODE_RANK=${NODE_RANK:-}"
+        fi
+        if [[ ! ${NODE_RANK:-0} =~ ^[0-9]+$ ]] || ((10#${NODE_RANK:-0} >= NNODES)); then
+            fail "NODE_RANK must be a number from 0 to $((NNODES - 1)) with NNODES=$NNODES, got $NODE_RANK"
         fi
         command+=(
             -m torch.distributed.run --nnodes "$NNODES" --node-rank "${NODE_RANK:-0}"
@@ -136,6 +184,9 @@ launch() {
     fi
     command+=("$root/pretrain_gpt_wlb.py" "$@")
     if [[ -n ${DRY_RUN:-} ]]; then
+        local name
+        printf 'env '
+        for name in "${EXPORTED[@]}"; do printf '%q ' "$name=${!name}"; done
         printf '%q ' "${command[@]}"
         echo
         exit 0

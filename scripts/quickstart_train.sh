@@ -54,6 +54,14 @@ num_processes=2
 [[ $layout == cp2?* ]] && num_processes=4
 
 python="${WLB_VENV:-.venv}/bin/python"
+if [[ ! -x $python ]]; then
+    if [[ -n ${WLB_VENV:-} ]]; then
+        echo "error: WLB_VENV must name a virtual environment, but $python is not there" >&2
+    else
+        echo "error: $python must be there: run scripts/setup.sh first, or set WLB_VENV" >&2
+    fi
+    exit 2
+fi
 # One thread a process: with more, processes would take the cores from each other.
 export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 CUDA_VISIBLE_DEVICES=""
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv beside this folder's parent, with all that the project and its tests need.
+# Makes .venv in the repository's folder, with all that the project and its tests need.
 #   WLB_VENV=/path/to/venv   use that environment instead and install nothing
 #   WLB_PYTHON=/path/python  make .venv from this interpreter
 # Your own pip settings (indexes, a CPU build of torch) are respected.

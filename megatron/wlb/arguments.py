@@ -22,6 +22,8 @@ from wlb.sharding import DEFAULT_OPERATIONS_PER_BYTE, SHARDERS, Sharding
 
 _DEFAULT_PACKER = "makespan"
 _DEFAULT_SHARDER = "hybrid"
+# Of Megatron before 0.19, whose training loop still divides by it where none is given.
+_DEFAULT_EVAL_INTERVAL_STEPS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +235,9 @@ def adapt_megatron_arguments(args: Namespace) -> list[str]:
             "--calculate-per-token-loss is switched on: micro-batches differ in length, and a mean of their means "
             "would weigh tokens unequally"
         )
+    if args.eval_interval is None:
+        args.eval_interval = _DEFAULT_EVAL_INTERVAL_STEPS
+        said.append(f"--eval-interval is {_DEFAULT_EVAL_INTERVAL_STEPS}: Megatron's training loop needs one")
     if args.dataloader_save is None:
         args.dataloader_save = args.save
     args.dataloader_type = "external"

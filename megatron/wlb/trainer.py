@@ -6,6 +6,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from typing import Any
 
 from wlb.errors import WlbError
@@ -26,23 +27,32 @@ def run(argv: Sequence[str] | None = None) -> None:
     Raises:
         WlbError: an option, a file or a saved state cannot be used.
     """
+    import megatron.core
+
+    from megatron.wlb.environment import package_sentences, require_installed_core, require_packages
+
+    # Before another Megatron's code is run.
+    require_installed_core(megatron.core, next(iter(metadata.distributions(name="megatron-core")), None))
+
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.utils import print_rank_0
 
     from megatron.wlb import stock
     from megatron.wlb.arguments import add_wlb_arguments, wlb_options
+    from megatron.wlb.command_line import check_command_line
     from megatron.wlb.cpu import cpu_as_device
-    from megatron.wlb.environment import package_sentences
     from megatron.wlb.optimizer_state import check_loadable
     from megatron.wlb.patches import compile_helpers
     from megatron.wlb.patches.registry import applied
 
     if argv is not None:
         sys.argv = [sys.argv[0], *argv]
+    check_command_line(sys.argv[1:])
     for sentence in package_sentences():
         print_rank_0(f"> {sentence}")
     with cpu_as_device() as on_cpu, applied([compile_helpers.PATCH]):
         args = parse_and_validate_args(add_wlb_arguments)
+        require_packages(args)
         stock.check_supported(args)
         if not on_cpu and (sentence := check_loadable(args)):
             print_rank_0(f"> {sentence}")
@@ -79,7 +89,8 @@ def _train_packed(args: Namespace, options: Any, *, on_cpu: bool) -> None:
     packer = packer_options(args, options, files)
     build_packer(options.packing, packer)  # caps that cannot hold are refused here, before any process group exists
     print_rank_0(
-        f"> --wlb-packing {options.packing}: thresholds {packer.thresholds_tokens}, cut {options.document_cut}"
+        f"> --wlb-packing {options.packing}: {_queues(packer.thresholds_tokens)}, documents cut "
+        + ("where plain cuts them" if options.document_cut == "stream" else "only beyond --seq-length")
     )
     ranks = options.sharding.cp_size
     print_rank_0(
@@ -127,6 +138,13 @@ def _train_packed(args: Namespace, options: Any, *, on_cpu: bool) -> None:
             for planned in steps:
                 planned.close()
             telemetry.close()
+
+
+def _queues(thresholds_tokens: Sequence[int]) -> str:
+    """As flags, so that the next run can be given them."""
+    if not thresholds_tokens:
+        return "no queues of long documents"
+    return f"queues of long documents: --wlb-thresholds {' '.join(map(str, thresholds_tokens))}"
 
 
 def _pretrain(args: Namespace, provider: Any, forward_step: Any, *, layer_spec: Any) -> None:

@@ -113,6 +113,13 @@ REFUSED = [
     (["--wlb-plan-ahead", "-1"], "--wlb-plan-ahead must be >= 0, got -1"),
     (["--wlb-cost-profile", "nowhere.json"], "cost file nowhere.json must be readable JSON"),
     (["--sft"], "--sft must be off"),
+    (["--wlb-packng", "makespan"], "--wlb-* flags must exist, got --wlb-packng: was --wlb-packing meant?"),
+    (["--wlb-cap-window=2"], "--wlb-* flags must exist, got --wlb-cap-window: was --wlb-cap-windows meant?"),
+    (["--mock-data"], "data must come from one source, got --mock-data and --data-path: give one of them only"),
+    (
+        ["--transformer-impl", "transformer_engine"],
+        "without Transformer Engine a run needs --transformer-impl local: give",
+    ),
 ]
 
 
@@ -129,6 +136,20 @@ def test_our_flags_need_packing(toy_data: Path) -> None:
 def test_missing_data(packed: list[Any], tmp_path: Path) -> None:
     packed[1] = tmp_path / "nothing"
     assert f"{tmp_path / 'nothing'}.idx is not a file" in _message(packed)
+
+
+def test_a_prefix_with_its_suffix(packed: list[Any], toy_data: Path) -> None:
+    packed[1] = f"{toy_data}.bin"
+    assert f"{toy_data}.bin.idx is not a file: give the prefix without .bin" in _message(packed)
+
+
+def test_no_evaluation_interval_is_megatrons_of_old() -> None:
+    """As docs/start_gpu.md trains; Megatron's loop would divide by None. The start says what is queued and cut, too."""
+    options = ["--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear", "--mock-data", "--wlb-packing"]
+    run = train(options, iterations=2, without=("--eval-interval",))
+    assert len(run.losses) == 2
+    assert "--eval-interval is 1000" in run.log
+    assert "> --wlb-packing makespan: no queues of long documents, documents cut where plain cuts them\n" in run.log
 
 
 def test_no_data_named() -> None:

@@ -59,7 +59,7 @@ def _rope() -> Iterator[None]:
 
 
 def _shape(name: str) -> Any:
-    from megatron.wlb.gpu_check_model import SmallGpt
+    from megatron.wlb.gpu_check.model import SmallGpt
 
     return SmallGpt(**SHAPES[name])
 
@@ -76,7 +76,7 @@ def _documents(lengths: Sequence[int], seed: int = 3) -> tuple[list[np.ndarray],
 def _models(shape: Any, dtype: str) -> tuple[Any, Any]:
     import torch
 
-    from megatron.wlb.gpu_check_model import packed_gpt, stock_gpt
+    from megatron.wlb.gpu_check.model import packed_gpt, stock_gpt
 
     return (
         packed_gpt(shape, getattr(torch, dtype), transformer_engine=False),
@@ -86,7 +86,7 @@ def _models(shape: Any, dtype: str) -> tuple[Any, Any]:
 
 def _equal(name: str, dtype: str, pad_to: int) -> dict[str, float]:
     """Errors of the packed model against Megatron's own in float64, one document at a time."""
-    from megatron.wlb.gpu_check_model import difference, run_one_by_one, run_packed
+    from megatron.wlb.gpu_check.model import difference, run_one_by_one, run_packed
 
     model, oracle = _models(_shape(name), dtype)
     stored, micro_batch = _documents(LENGTHS)
@@ -100,7 +100,7 @@ def _ratios(name: str) -> dict[str, float]:
     """Errors in bfloat16 over those of Megatron's own model in bfloat16."""
     import torch
 
-    from megatron.wlb.gpu_check_model import difference, run_one_by_one, run_packed, stock_gpt
+    from megatron.wlb.gpu_check.model import difference, run_one_by_one, run_packed, stock_gpt
 
     shape = replace(_shape(name), weight_dtype=torch.bfloat16)
     model, oracle = _models(shape, "bfloat16")
@@ -116,7 +116,7 @@ def _padding(name: str) -> dict[str, float]:
     """The loss that training takes, with and without a padded tail, and with a tail that is all NaN."""
     import torch
 
-    from megatron.wlb.gpu_check_model import packed_batch
+    from megatron.wlb.gpu_check.model import packed_batch
     from megatron.wlb.stock import masked_loss
 
     model, _ = _models(_shape(name), "float64")
@@ -151,7 +151,7 @@ def _independent(name: str) -> dict[str, list[bool]]:
     """Whether each document's logits keep every bit when document 0 becomes another one."""
     import torch
 
-    from megatron.wlb.gpu_check_model import run_packed
+    from megatron.wlb.gpu_check.model import run_packed
 
     unchanged = {}
     for dtype in DTYPES:
@@ -166,7 +166,7 @@ def _independent(name: str) -> dict[str, list[bool]]:
 
 def _table(lengths: tuple[int, ...]) -> dict[str, float]:
     """Errors of rotation and logits, with our patch and without, where the RoPE table is as long as the pack."""
-    from megatron.wlb.gpu_check_model import difference, packed_batch, run_one_by_one, run_packed
+    from megatron.wlb.gpu_check.model import difference, packed_batch, run_one_by_one, run_packed
 
     model, oracle = _models(_shape("gqa-rope"), "float64")
     stored, micro_batch = _documents(lengths)
@@ -196,7 +196,7 @@ def _rotation_error(model: Any, packed: Any, lengths: tuple[int, ...]) -> float:
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings import rope_utils
 
-    from megatron.wlb.gpu_check_model import relative_error
+    from megatron.wlb.gpu_check.model import relative_error
 
     angles = model.rotary_pos_emb(packed.max_seqlen_q, packed_seq=True)
     query = torch.ones(packed.segments[-1], 1, model.config.kv_channels, dtype=torch.float64)
@@ -211,7 +211,7 @@ def _backwards(model: Any, stored: Any, micro_batch: Any) -> Any:
     from contextlib import ExitStack
 
     from megatron.wlb import batch
-    from megatron.wlb.gpu_check_model import run_packed
+    from megatron.wlb.gpu_check.model import run_packed
     from megatron.wlb.patches.registry import replace as replaced
 
     original = batch.packed_seq_params
@@ -226,7 +226,7 @@ def _backwards(model: Any, stored: Any, micro_batch: Any) -> Any:
 
 def _cut_pieces() -> dict[str, Any]:
     """Two pieces of one sequence of 18 tokens and a whole one of 6, in an order that is not the sequence's."""
-    from megatron.wlb.gpu_check_model import difference, packed_batch, run_one_by_one, run_packed
+    from megatron.wlb.gpu_check.model import difference, packed_batch, run_one_by_one, run_packed
     from wlb.documents import Document, MicroBatch
 
     model, oracle = _models(_shape("gqa-rope"), "float64")
@@ -262,7 +262,7 @@ def _merged_documents() -> float:
     from contextlib import ExitStack
 
     from megatron.wlb import core_attention
-    from megatron.wlb.gpu_check_model import difference, run_one_by_one, run_packed
+    from megatron.wlb.gpu_check.model import difference, run_one_by_one, run_packed
     from megatron.wlb.patches.registry import replace as replaced
     from wlb.sharding.plan import unsharded
 

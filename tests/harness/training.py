@@ -84,17 +84,17 @@ def train(
 ) -> Run:
     """Run the entry point on forked ranks.
 
-    without: flags of MODEL_ARGS that are left out, with their values.
+    without: flags of MODEL_ARGS and CPU_ARGS that are left out, with their values.
     writer_process: let Megatron start the process through which it hands over what a checkpoint's writers return;
         without, a queue of this process serves, five seconds faster.
     sabotage: called in each rank before training, to break something on purpose; undone with the stack.
     """
     layout = layout or Layout()
-    ours = list(MODEL_ARGS)
+    ours = [*MODEL_ARGS, *CPU_ARGS]
     for flag in without:
         place = ours.index(flag)
         del ours[place : place + 2]
-    argv = [*ours, *CPU_ARGS, *layout.args, "--train-iters", str(iterations), *map(str, args)]
+    argv = [*ours, *layout.args, "--train-iters", str(iterations), *map(str, args)]
     results = run_ranks(_train_rank, layout.world_size, argv, sabotage, writer_process, timeout_s=timeout_s)
     losses, _, log = results[-1]
     return Run(losses=losses, grad_norms=results[0][1], log=log)

@@ -27,7 +27,7 @@ def _parsed(calls: list[tuple[list[str], dict[str, str], int]]) -> list[dict[str
     import megatron.training
     from megatron.training.global_vars import get_args, unset_global_variables
 
-    from megatron.wlb import context_parallel
+    from megatron.wlb import context_parallel, environment
     from megatron.wlb.patches.registry import replace
     from megatron.wlb.trainer import run
 
@@ -55,6 +55,7 @@ def _parsed(calls: list[tuple[list[str], dict[str, str], int]]) -> list[dict[str
 
     with ExitStack() as undo:
         replace(undo, megatron.training, "pretrain", pretrain)
+        replace(undo, environment, "has_package", lambda _name: True)
         replace(undo, context_parallel, "shards_transformer_engine", lambda _args: False)
         for flags, environment, num_processes in calls:
             os.environ.update(environment, WORLD_SIZE=str(num_processes), RANK="0", LOCAL_RANK="0")

@@ -56,7 +56,9 @@ def test_the_image_is_nvidias_and_its_tag_can_be_chosen() -> None:
 def test_every_source_of_a_copy_exists_and_reaches_the_build() -> None:
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     sources = [source for rest in _of("COPY") for source in rest.split()[:-1]]
-    assert {"wlb", "megatron", "scripts", "pretrain_gpt_wlb.py", "pyproject.toml", "LICENSE"} <= set(sources)
+    assert {"wlb", "megatron", "scripts", "benchmarks", "pretrain_gpt_wlb.py", "pyproject.toml", "LICENSE"} <= set(
+        sources
+    )
     for source in sources:
         assert (ROOT / source).exists(), f"COPY {source}"
         assert f"!{source}" in ignored, f"{source} is kept from the build by .dockerignore"
@@ -110,6 +112,11 @@ def test_the_commands_of_its_header_name_what_exists() -> None:
     scripts = re.findall(r"scripts/[\w/.]+", header)
     assert len(scripts) >= 3
     assert all((ROOT / script.rstrip(".")).is_file() for script in scripts)
+    runs = [line for line in re.sub(r"\\\n#\s+", "", header).splitlines() if "docker run" in line]
+    assert len(runs) == 2
+    assert all('-v "$PWD/runs:/runs"' in run and "/runs/" in run.split("wlb-megatron")[1] for run in runs), (
+        "what it writes must outlive the container"
+    )
 
 
 @pytest.mark.parametrize("extra", ["gpu", "flash", "solver", "report", "dev"])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.launch.fakes import MODELS, NODES, ROOT, Cluster
+from wlb.packing import PACKERS
+from wlb.sharding import SHARDERS
 
 
 @pytest.fixture
@@ -116,6 +120,13 @@ def test_a_dry_run_prints_the_command_and_starts_nothing(cluster: Cluster, tmp_p
     done = cluster.train("7b_128k", "c", "t", "MOCK", "MOCK", TP="8", CP="1", PP="1", DRY_RUN="1")
     assert done.returncode == 0
     assert "torch.distributed.run --nnodes 1" in done.stdout
+    before, _, _ = done.stdout.partition(" -m torch")
+    env, *variables, _python = shlex.split(before)
+    assert env == "env"
+    exported = dict(word.split("=", 1) for word in variables)
+    assert exported["CUDA_DEVICE_MAX_CONNECTIONS"] == exported["PYTHONUNBUFFERED"] == "1"
+    assert exported["PYTHONPATH"].split(":")[0] == str(ROOT)
+    assert "expandable_segments:True" in exported["PYTORCH_CUDA_ALLOC_CONF"]
     assert "--wlb-packing makespan" in done.stdout
     assert not cluster.calls("python")
     assert not (tmp_path / "c").exists()
@@ -135,7 +146,28 @@ REFUSED = [
     (["c", "t", "MOCK", "MOCK"], {"PRECISION": "int4"}, "PRECISION must be bf16, fp16 or fp32, got int4"),
     (["c", "t", "MOCK", "MOCK"], {"RECOMPUTE": "some"}, "RECOMPUTE must be none, modules or full, got some"),
     (["c", "t", "MOCK", "MOCK"], {"LAUNCHER": "mpi"}, "LAUNCHER must be torchrun or task, got mpi"),
-    (["c", "t", "MOCK", "MOCK"], {"LAUNCHER": "task"}, "must be set with LAUNCHER=task: srun sets it"),
+    (["c", "t", "MOCK", "MOCK"], {"LAUNCHER": "task"}, "error: SLURM_NTASKS must be set with LAUNCHER=task: srun"),
+    (
+        ["c", "t", "MOCK", "MOCK"],
+        {"LAUNCHER": "task", "SLURM_NTASKS": "8", "MASTER_ADDR": "n", "MASTER_PORT": "29"},
+        "error: SLURM_PROCID must be set with LAUNCHER=task",
+    ),
+    (
+        ["c", "t", "MOCK", "MOCK"],
+        {"NODE_RANK": "9", "NNODES": "8", "MASTER_ADDR": "n"},
+        "from 0 to 7 with NNODES=8, got 9",
+    ),
+    (["c", "t", "MOCK", "MOCK"], {"NODE_RANK": "x"}, "NODE_RANK must be a number from 0 to 0 with NNODES=1, got x"),
+    (
+        ["c", "t", "MOCK", "MOCK"],
+        {"WLB_PACKING": "makspan"},
+        f"must be one of {' '.join(sorted(PACKERS))}, got makspan",
+    ),
+    (["c", "t", "MOCK", "MOCK"], {"WLB_CP_SHARDING": "hybird"}, f"must be one of {' '.join(SHARDERS)}, got hybird"),
+    (["c", "t", "MOCK", "0.7 a 0.3"], {}, "a weight of a blend must be followed by a prefix, got 0.3 at its end"),
+    (["c", "t", "MOCK", "0.7 0.3 a"], {}, "a weight of a blend must be followed by a prefix, got 0.7 0.3"),
+    (["c", "t", "MOCK", "0.7 a b"], {}, "all prefixes of a blend must have a weight, or none, got 1 for 2 in 0.7 a b"),
+    (["c", "t", "MOCK", "a.bin"], {}, "but a.bin.idx is not a file: give the prefix without .bin"),
     (["c", "t", "MOCK", "MOCK"], {"WLB_VENV": "nowhere"}, "WLB_VENV must name a virtual environment, but nowhere/bin"),
 ]
 
@@ -144,11 +176,30 @@ REFUSED = [
 def test_mistakes_are_refused_in_a_sentence(
     arguments: list[str], variables: dict[str, str], sentence: str, cluster: Cluster, tmp_path: Path
 ) -> None:
+    for name in ("a.idx", "a.bin", "b.idx", "b.bin"):
+        (tmp_path / name).touch()
     done = cluster.train("7b_128k", *arguments, **(ONE_NODE | variables))
     assert done.returncode != 0
     assert sentence in done.stderr
     assert not cluster.calls("python")
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"), [("quickstart_train.sh", ["f", "c", "pp2", "1"]), ("quickstart_corpus.sh", ["f"])]
+)
+def test_the_quickstarts_parts_say_that_the_environment_is_missing(
+    script: str, arguments: list[str], cluster: Cluster, tmp_path: Path
+) -> None:
+    """In a copy, as this checkout may have one."""
+    (tmp_path / "copy/scripts").mkdir(parents=True)
+    copy = tmp_path / "copy/scripts" / script
+    shutil.copy(ROOT / "scripts" / script, copy)
+    done = cluster.run(copy, *arguments, WLB_VENV="")
+    assert done.returncode == 2
+    assert done.stderr == "error: .venv/bin/python must be there: run scripts/setup.sh first, or set WLB_VENV\n"
+    done = cluster.run(copy, *arguments, WLB_VENV="nowhere")
+    assert "error: WLB_VENV must name a virtual environment, but nowhere/bin/python is not there" in done.stderr
 
 
 def test_the_allocator_understands_its_settings(cluster: Cluster) -> None:

@@ -222,6 +222,7 @@ def test_rope_stays_fused_except_where_multi_latent_attention_is_sharded(
     args = Namespace(
         calculate_per_token_loss=True,
         dataloader_save="folder",
+        eval_interval=100,
         context_parallel_size=cp_size,
         multi_latent_attention=latent,
         apply_rope_fusion=True,

@@ -89,7 +89,9 @@ def check_index(prefix: str | Path) -> IndexSummary:
     idx, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     for path in (idx, tokens):
         if not path.is_file():
-            raise DataError(f"data prefix {prefix} must name an .idx and a .bin file, but {path} is not a file")
+            suffix = Path(prefix).suffix
+            advice = f": give the prefix without {suffix}" if suffix in (".idx", ".bin") else ""
+            raise DataError(f"data prefix {prefix} must name an .idx and a .bin file, but {path} is not a file{advice}")
     idx_bytes, bin_bytes = idx.stat().st_size, tokens.stat().st_size
     with idx.open("rb") as file:
         header = file.read(_HEADER.size)

@@ -109,15 +109,19 @@ def check(patch: Patch) -> PatchState:
     if original is _MISSING:
         problem = f"{module_name} has no {name} in {patch.distribution} {version}"
         return PatchState(patch=patch, version=version, digest="", problem=problem)
+    module = sys.modules[module_name]
     digest = digest_of(original)
     problem = ""
     if not SpecifierSet(patch.versions).contains(version, prereleases=True):
         problem = f"wanted {patch.distribution} {patch.versions}, found {version}"
     elif patch.contract:
-        broken = patch.contract.problem(sys.modules[module_name], original)
+        broken = patch.contract.problem(module, original)
         problem = broken and f"{broken} ({patch.distribution} {version})"
     elif digest != patch.source_digest:
         problem = f"wanted source {patch.source_digest}, found {digest} ({patch.distribution} {version})"
+    if problem:
+        # The version is what is installed; a checkout on PYTHONPATH may stand before it.
+        problem += f" in {getattr(module, '__file__', module_name)}"
     return PatchState(patch=patch, version=version, digest=digest, problem=problem)
 
 
