@@ -39,7 +39,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from benchmarks.packing_arguments import division, given_thresholds, in_flight_tokens, parse_arguments
+from benchmarks.packing_arguments import (
+    division,
+    given_thresholds,
+    in_flight_tokens,
+    packer_names,
+    parse_arguments,
+)
 from wlb.cost import CrossoverCost
 from wlb.data.atomic_files import atomic_path
 from wlb.data.stream import DocumentSource, DocumentStream
@@ -89,10 +95,8 @@ def derived_thresholds(options: argparse.Namespace, lengths: NDArray[Any]) -> tu
 
 def build(name: str, packer_options: PackerOptions) -> Packer:
     """A packer by its name, `:blind` behind it where it must not know the division."""
-    packer, colon, kind = name.partition(":")
-    if colon and kind != "blind":
-        raise ConfigError(f"--packers must be names, or names with :blind, got {name!r}")
-    return build_packer(packer, replace(packer_options, division=None) if colon else packer_options)
+    packer, blind, _ = name.partition(":")
+    return build_packer(packer, replace(packer_options, division=None) if blind else packer_options)
 
 
 class Trace:
@@ -117,7 +121,7 @@ class Trace:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """The content of the JSON file."""
-    names = options.packers.split(",")
+    names = packer_names(options)
     if options.delay_curve is not None and find_spec("matplotlib") is None:
         raise ConfigError("--delay-curve needs matplotlib, which is not installed: pip install '.[report]'")
     trace = Trace(options)
@@ -165,6 +169,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             own_caps.add(name)
             built = replace(built, cap_windows=None)
             print("wlb: as published cannot keep a cap of one window; it runs under its own, 1.5", file=sys.stderr)
+        elif name.startswith("wlb") and (options.cap_windows or 2) * options.window < options.window + 1:
+            raise ConfigError(f"--cap-windows must be > 1 with wlb, got {options.cap_windows}: leave it out")
         packers[name] = build(name, built)
         for sentence in threshold_remarks(packers[name].thresholds_tokens, trace.lengths, options.window):
             print(f"{name}: {sentence}", file=sys.stderr)

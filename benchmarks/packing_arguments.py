@@ -97,6 +97,20 @@ def parse_arguments(arguments: list[str] | None, description: str | None) -> arg
     return parser.parse_args(arguments)
 
 
+def packer_names(options: argparse.Namespace) -> list[str]:
+    """Of --packers. Raises ConfigError for one that there is not, and where --cap-windows is too small for it."""
+    names: list[str] = options.packers.split(",")
+    for name in names:
+        packer, colon, kind = name.partition(":")
+        if colon and kind != "blind":
+            raise ConfigError(f"--packers must be names, or names with :blind, got {name!r}")
+        if packer not in PACKERS:
+            raise ConfigError(f"--packers must be of {', '.join(PACKERS)}, got {packer!r}")
+    if options.cap_windows is not None and not 1 <= options.cap_windows < float("inf"):
+        raise ConfigError(f"--cap-windows must be >= 1 and finite, got {options.cap_windows}")
+    return names
+
+
 def given_thresholds(options: argparse.Namespace) -> tuple[int, ...] | None:
     """Of --thresholds; None where they are to be found. Raises ConfigError unless they are whole numbers."""
     if options.thresholds is None:

@@ -74,6 +74,10 @@ def main(argv: Sequence[str]) -> None:
     for packer in args.packers:
         if packer not in PACKERS:
             raise ConfigError(f"--packers must be of {', '.join(PACKERS)}, got {packer}")
+    if args.cap_windows is not None:
+        least, rule = (args.window + 1, "> 1 with wlb") if "wlb" in args.packers else (args.window, ">= 1")
+        if not least <= args.cap_windows * args.window < float("inf"):
+            raise ConfigError(f"--cap-windows must be {rule} and finite, got {args.cap_windows}")
     image_format = _image_format(args.out)
     source, name = _source(args)
     cost = CrossoverCost(crossover_tokens=args.crossover, overhead_tokens=args.overhead_tokens)
@@ -85,7 +89,8 @@ def main(argv: Sequence[str]) -> None:
     )
     steps = {packer: _planned(packer, options, source, args) for packer in dict.fromkeys(args.packers)}
     title = (
-        f"{name}, step {args.step}: {args.dp} replicas of {args.pp} stages, window {args.window:,}, seed {args.seed}"
+        f"{name}, step {args.step}: {_counted(args.dp, 'replica')} of {_counted(args.pp, 'stage')}, "
+        f"window {args.window:,}, seed {args.seed}"
     )
     print(title)
     for packer, step in steps.items():
@@ -127,6 +132,10 @@ def _options_of(name: str, options: PackerOptions, source: DocumentSource, args:
     else:
         thresholds = choose_thresholds(options, positions).chosen.thresholds_tokens
     return replace(options, thresholds_tokens=thresholds)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _source(args: argparse.Namespace) -> tuple[DocumentSource, str]:

@@ -103,6 +103,9 @@ def main(argv: Sequence[str]) -> None:
         operations_per_byte=args.operations_per_byte,
         tile_tokens=args.tile_tokens,
     )
+    for name in args.sharder:
+        if name not in SHARDERS:
+            raise ConfigError(f"--sharder must be of {', '.join(SHARDERS)}, got {name}")
     if args.cp < 1:
         raise ConfigError(f"--cp must be >= 1, got {args.cp}")
     shardings = [Sharding(name=name, cp_size=args.cp, costs=costs) for name in dict.fromkeys(args.sharder)]

@@ -178,6 +178,7 @@ WAYS: Sequence[Way] = (
         swaps=(("scripts/gpu_check.sh", "python tools/gpu_check.py"),),
         reason="needs a GPU; tests/unit/tools/test_gpu_check.py rehearses it",
     ),
+    Way(command=r"source \.venv/bin/activate", how="listed", reason="a reader's shell; tests run in an environment"),
     Way(command=r"pip (install|download|wheel)", how="listed", reason="installs packages"),
     Way(
         command=r"(SP=|export C|for name in Init|gcc |LD_LIBRARY_PATH=)",

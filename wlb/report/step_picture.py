@@ -18,7 +18,7 @@ from wlb.schedule.step_time import model_timeline
 
 _FORWARD, _BACKWARD, _WAIT = "#56B4E9", "#E69F00", "#EDEDED"
 _DOCUMENTS = ("#BBD9EE", "#E3EEF6")  # of a micro-batch's documents, in turn
-_OUTLIER, _WORK = "#D55E00", "#000000"
+_OUTLIER, _WORK = "#009E73", "#000000"  # green: no hue of the time lines
 _OUTLIER_SHARE = 0.25  # of the window, from which a document is drawn in the outliers' colour
 _MOST_SEGMENTS = 40  # documents of a micro-batch drawn one by one, the longest ones
 _LABEL_SHARE = 0.02  # of the time axis: narrower passes stay without a number

@@ -61,6 +61,7 @@ def test_packers_train_plans_of_their_own(run, lengths, capsys):
     times = {name: float(ratio) for name, ratio in re.findall(r"^(\w+): .* ([\d.]+) of ideal", printed, re.MULTILINE)}
     assert list(times) == ["plain", "wlb", "makespan"]
     assert 1 <= times["makespan"] <= times["plain"]
+    assert printed.startswith("lengths.txt, step 3: 1 replica of 2 stages, window 100,")
 
 
 def test_a_picture_is_drawn_twice_alike(run, lengths, tmp_path, capsys):
@@ -84,6 +85,8 @@ def test_a_picture_is_drawn_twice_alike(run, lengths, tmp_path, capsys):
             "--packers must be of plain, greedy, wlb, makespan, two_stage, solver, got none",
         ),
         (["--out", "plan.pdf"], "--out must end in .png or .svg, got plan.pdf"),
+        (["--cap-windows", "0.5"], "--cap-windows must be >= 1 and finite, got 0.5"),
+        (["--packers", "wlb", "--cap-windows", "1"], "--cap-windows must be > 1 with wlb and finite, got 1.0"),
         (["--pp", "0"], "num_stages must be >= 1, got 0"),
     ],
 )

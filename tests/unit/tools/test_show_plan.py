@@ -164,7 +164,7 @@ def test_draws_into_a_folder_that_is_made(show, tmp_path, name, start):
     [
         (["--lengths", "5", "--cp", "0"], "--cp must be >= 1, got 0"),
         (["--lengths", "5", "0", "--cp", "2"], "--lengths must be >= 1, got 0"),
-        (["--lengths", "5", "--cp", "2", "--sharder", "zigzag"], "sharder must be one of per_sequence"),
+        (["--lengths", "5", "--cp", "2", "--sharder", "zigzag"], "--sharder must be of per_sequence"),
         (["--lengths", "5", "--cp", "2", "--out", "plan.pdf"], "--out must end in .png or .svg, got plan.pdf"),
         (["--lengths", "5", "--cp", "2", "--seed", "1"], "--seed must be left out with --lengths"),
         (["--lengths", "5", "--cp", "2", "--window", "8"], "--window must be left out with --lengths"),
