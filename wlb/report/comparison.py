@@ -15,6 +15,7 @@ from wlb.report.run import WARM_UP_STEPS, TrainedRun
 CORPUS_FIELDS = ("documents", "tokens", "p50", "p99", "max")
 
 BASE = "plain"
+_DELAY_TOLERANCE = 0.02
 """Name of the run that the others are compared with."""
 
 
@@ -62,12 +63,13 @@ def compare(
 
     Raises:
         ConfigError: no balanced run, or one is named "plain".
-        DataError: the runs did not train the same pieces of documents, or the manifest lacks a field.
+        DataError: the runs did not train the same pieces of documents (as many tokens, where documents may be delayed),
+            or the manifest lacks a field.
     """
     if not balanced or BASE in balanced:
         raise ConfigError(f"balanced must hold at least one run and none named {BASE!r}, got {list(balanced)}")
     for name, run in balanced.items():
-        require_same_pieces(plain, run, name)
+        require_comparable(plain, run, name)
     missing = [name for name in CORPUS_FIELDS if name not in corpus]
     if missing:
         raise DataError(f"the corpus manifest must have the field {missing[0]!r}")
@@ -103,12 +105,22 @@ def _speedups(plain: dict[str, Any], run: dict[str, Any], plain_flops: float, fl
     }
 
 
-def require_same_pieces(plain: TrainedRun, run: TrainedRun, name: str) -> None:
-    """Raise DataError unless both runs trained pieces of the same lengths, whatever the order."""
+def require_comparable(plain: TrainedRun, run: TrainedRun, name: str) -> None:
+    """Raise DataError unless both runs trained pieces of the same lengths, whatever the order.
+
+    Delay under a budget cuts elsewhere, at the latest where the last step is cut to measure: of such a run only the
+    tokens must be as many, within the tolerance of its budget. Attention's work then differs, and the speedup per operation tells from that per token.
+    """
     pieces = [sum(_pieces(r), Counter[int]()) for r in (plain, run)]
-    if pieces[0] != pieces[1]:
-        counts = [p.total() for p in pieces]
-        tokens = [sum(length * n for length, n in p.items()) for p in pieces]
+    counts = [p.total() for p in pieces]
+    tokens = [sum(length * n for length, n in p.items()) for p in pieces]
+    if run.log.arguments.get("wlb_max_delay_steps", "0") not in ("0", "None"):
+        if abs(tokens[1] - tokens[0]) > _DELAY_TOLERANCE * tokens[0]:
+            raise DataError(
+                f"runs plain and {name} must train as many tokens within {_DELAY_TOLERANCE:.0%} (same seed, "
+                f"same steps), got {tokens[0]} and {tokens[1]}"
+            )
+    elif pieces[0] != pieces[1]:
         raise DataError(
             f"runs plain and {name} must train the same pieces of documents (same seed, same steps, "
             f"--wlb-document-cut stream), got {counts[0]} pieces of {tokens[0]} tokens and {counts[1]} of {tokens[1]}"

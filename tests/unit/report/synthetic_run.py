@@ -53,11 +53,12 @@ def forward_s(lengths, *, micro_batch_s=0.0):
     return (SQUARE_S * sum(n * n for n in lengths) + TOKEN_S * sum(lengths) + micro_batch_s) / 3
 
 
-def write_run(folder, steps, *, outside_s=0.01, micro_batch_s=0.0, losses=None, seed=1):
+def write_run(folder, steps, *, outside_s=0.01, micro_batch_s=0.0, losses=None, seed=1, max_delay_steps=0):
     """A run of two pipeline stages that takes exactly what a quadratic cost says; a loss a step, or falling ones."""
     folder.mkdir(parents=True)
     (folder / "timeline").mkdir()
-    lines = [f"  {name} ........ {value}" for name, value in (SHAPE | {"seed": seed}).items()]
+    arguments = SHAPE | {"seed": seed, "wlb_max_delay_steps": max_delay_steps}
+    lines = [f"  {name} ........ {value}" for name, value in arguments.items()]
     rows = {0: [], 1: []}
     now_s = 1000.0
     for i, step in enumerate(steps):

@@ -173,6 +173,14 @@ def test_other_pieces_are_refused(runs, tmp_path):
         compare_all((runs[0], runs[1], other))
 
 
+def test_a_run_that_delays_may_cut_elsewhere_but_not_train_more(runs, tmp_path):
+    whole = write_run(tmp_path / "whole", [*BALANCED[:5], [[20, 80], [5, 95]]], max_delay_steps=4)
+    assert compare_all((runs[0], runs[1], load_run(whole)))["exactness"]["makespan"]["max_loss_difference"] is None
+    more = write_run(tmp_path / "more", [*BALANCED[:5], [[20, 80], [5, 117]]], max_delay_steps=4)
+    with pytest.raises(DataError, match=r"plain and makespan must train as many tokens within 2% .* got 1040 and 1062"):
+        compare_all((runs[0], runs[1], load_run(more)))
+
+
 def test_a_manifest_without_a_field_is_refused(runs):
     with pytest.raises(DataError, match="'p99'"):
         compare_all(runs, corpus={"documents": 1, "tokens": 1, "p50": 1})
