@@ -109,7 +109,8 @@ def require_comparable(plain: TrainedRun, run: TrainedRun, name: str) -> None:
     """Raise DataError unless both runs trained pieces of the same lengths, whatever the order.
 
     Delay under a budget cuts elsewhere, at the latest where the last step is cut to measure: of such a run only the
-    tokens must be as many, within the tolerance of its budget. Attention's work then differs, and the speedup per operation tells from that per token.
+    tokens must be as many, within the tolerance of its budget. Attention's work then differs, and the speedup per
+    operation tells from that per token.
     """
     pieces = [sum(_pieces(r), Counter[int]()) for r in (plain, run)]
     counts = [p.total() for p in pieces]
