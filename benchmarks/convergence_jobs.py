@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wlb.errors import ConfigError, WlbError
+from wlb.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 _POLL_S, _SAY_S = 1.0, 60.0
@@ -88,11 +88,14 @@ def run_jobs(jobs: list[Job], num_processes: int) -> None:
 
 
 def _start(job: Job) -> subprocess.Popen[bytes]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     # One process is a world of its own; one thread each, or processes would take the cores from each other.
-    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     single = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_VISIBLE_DEVICES": ""}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {"GLOO_SOCKET_IFNAME": "lo"} | os.environ | world | single | {"PYTHONPATH": path}

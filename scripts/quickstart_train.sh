@@ -67,7 +67,7 @@ export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 CUDA_VISIBLE_DEVICES=""
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 # A laptop's host name need not resolve; the loopback device always works.
 export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
-port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+port=$("$python" -m wlb.ports)
 COMMAND=(
     "$python" -m torch.distributed.run --nproc-per-node "$num_processes" --master-addr 127.0.0.1 --master-port "$port"
     pretrain_gpt_wlb.py "${MODEL[@]}" "${CPU[@]}" "${TRAINING[@]}" "${DATA[@]}" "${LAYOUT_FLAGS[@]}"

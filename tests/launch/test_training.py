@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ import pytest
 
 from tests.harness.training import CPU_ARGS
 from tests.launch.fakes import ROOT, Cluster, slurm_variables
+from wlb.ports import free_port
 
 TINY = {
     "NUM_LAYERS": "2",
@@ -44,12 +44,6 @@ def cluster(tmp_path: Path) -> Cluster:
     return Cluster.build(tmp_path)
 
 
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def _iterations(log: str) -> list[int]:
     return [int(n) for n in re.findall(r"^.*iteration +(\d+)/.*lm loss", log, flags=re.MULTILINE)]
 
@@ -61,7 +55,7 @@ def _iterations(log: str) -> list[int]:
     ids=["cp2", "more ranks than groups"],
 )
 def test_two_steps_on_mock_data(model: str, layout: dict[str, str], cluster: Cluster, tmp_path: Path) -> None:
-    variables = TINY | layout | {"TRAIN_ITERS": "2", "MASTER_PORT": _free_port()}
+    variables = TINY | layout | {"TRAIN_ITERS": "2", "MASTER_PORT": str(free_port())}
     variables["GPUS_PER_NODE"] = "4" if variables["TP"] == "4" else "2"
     done = subprocess.run(
         [ROOT / f"scripts/train_{model}.sh", "ckpt", "tb", "MOCK", "MOCK", *FLAGS, "--save-interval", "100"],
@@ -85,7 +79,7 @@ def test_slurms_warning_saves_training_and_packing_and_the_next_run_goes_on(clus
     tiny = TINY | {"FAKE_NUM_TASKS": "2", "FAKE_HOST": "localhost", "TRAIN_ITERS": "100000", "SAVE_INTERVAL": "100000"}
 
     def start(*flags: str, **more: str) -> subprocess.Popen[str]:
-        variables = slurm_variables("7b_128k", MASTER_PORT=_free_port()) | tiny | more
+        variables = slurm_variables("7b_128k", MASTER_PORT=str(free_port())) | tiny | more
         return subprocess.Popen(
             [ROOT / "scripts/slurm/train.sbatch", "7b_128k", "ckpt", "tb", "MOCK", "MOCK", *FLAGS, *flags],
             env=cluster.environment(**variables),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import torch
 
 from megatron.wlb.environment import APEX, TRANSFORMER_ENGINE, has_package
 from wlb.cost import TransformerShape
+from wlb.ports import free_port
 from wlb.report.training_log import LoggedStep, parse_log
 
 ITERATIONS = 20
@@ -159,8 +159,11 @@ def _arguments(scale: TrainingScale, data: Path, device: Literal["cuda", "cpu"])
 
 def _environment() -> dict[str, str]:
     """Of a single rank, as a launcher would set it: a launcher of each run's own would take seconds to load."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    rank = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     return os.environ | rank
