@@ -14,13 +14,17 @@ ITERATION = (
 )
 
 
+# Of a stand-in for Python: whether packages are there, and a port.
+_ANSWERS = 'if [ "$1" = -c ]; then exit 0; fi\nif [ "$2" = wlb.ports ]; then echo 29999; exit 0; fi\n'
+
+
 @pytest.fixture
 def train(tmp_path):
     """train(printed, exit_code) runs quickstart_train.sh with a Python that prints and exits so."""
     venv = tmp_path / "an environment"
     (venv / "bin").mkdir(parents=True)
     python = venv / "bin" / "python"
-    python.write_text('#!/bin/sh\nif [ "$1" = -c ]; then echo 29999; exit 0; fi\ncat "$PRINTED"\nexit "$EXIT_CODE"\n')
+    python.write_text(f'#!/bin/sh\n{_ANSWERS}cat "$PRINTED"\nexit "$EXIT_CODE"\n')
     python.chmod(0o755)
 
     def run(printed, exit_code, *, layout="pp2"):
@@ -99,7 +103,7 @@ def quickstart(tmp_path):
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin" / "python"
     python.write_text(
-        '#!/bin/sh\nif [ "$1" = -c ]; then echo 29999; exit 0; fi\necho "$@" >>"$CALLS"\n'
+        f'#!/bin/sh\n{_ANSWERS}echo "$@" >>"$CALLS"\n'
         'if [ "$2" = cost ]; then echo 2000; exit 0; fi\ncat "$PRINTED"\n'
         'case "$*" in *"$FAILING"*) echo "error (rank 0): no such flag"; exit 1 ;; esac\n'
     )
