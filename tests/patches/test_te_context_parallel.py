@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +11,7 @@ import torch
 from packaging.version import Version
 from torch.utils.checkpoint import checkpoint
 
-from megatron.wlb.core_attention import GroupExchanges
 from megatron.wlb.patches import te_context_parallel
-from megatron.wlb.patches.registry import applied
-from megatron.wlb.patches.te_context_parallel import POSITIONAL, make_patch
 from megatron.wlb.te_attention import LayerCommType
 from tests.parity.sharded_cases import HEADS, Tensors, errors, inputs, padded, plan_named, run_dense
 from tests.patches.te_calls import (
@@ -25,33 +20,16 @@ from tests.patches.te_calls import (
     cu_seqlens_of,
     home_of,
     on_all_ranks,
-    signature_in,
-    stand_in,
 )
 from tests.patches.te_source import FUNCTION, TeSource
 from wlb.attention.cpu_kernel import CpuKernel
-from wlb.errors import ConfigError, PlanLostError, ShardingError
+from wlb.errors import ConfigError, ShardingError
 from wlb.sharding import ShardPlan
 
 CALLERS = ("FlashAttention", "FusedAttention")
 SINCE_FLASH4 = Version("2.19")
 LENGTHS = (13, 1, 7, 4, 30)
 EXACT = 1e-12
-
-
-@pytest.fixture
-def patched(te_source: TeSource, tmp_path: Path) -> Any:
-    """(cp_size) -> `backends` with the patch applied, whose groups are ranks of one process."""
-    with ExitStack() as stack:
-
-        def apply(cp_size: int = 1, *, keep_gathered: bool = False) -> Any:
-            backends = stack.enter_context(stand_in(te_source.version, tmp_path, signature=signature_in(te_source)))
-            mailbox = WaitingMailbox(cp_size)
-            exchanges = GroupExchanges(lambda group: mailbox.exchange(int(group)))
-            stack.enter_context(applied([make_patch(exchanges, keep_gathered=keep_gathered)]))
-            return backends
-
-        yield apply
 
 
 def planned_call(
@@ -302,65 +280,6 @@ def test_backward_is_deterministic_where_the_layer_is(
     with pytest.raises(ZeroDivisionError):
         call().sum().backward()
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-LOST = {
-    "a copy": torch.Tensor.clone,
-    "a view": lambda cu_seqlens: cu_seqlens[:],
-    "no packed sequence": lambda _cu_seqlens: None,
-}
-
-
-@pytest.mark.parametrize("caller", CALLERS)
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("lost", LOST)
-def test_a_layer_of_a_packed_run_that_lost_its_plan_is_named(
-    te_source: TeSource, patched: Any, lost: str, training: bool, caller: str
-) -> None:
-    """In training and in evaluation. The original would attend by its own split of a sequence, without a word."""
-    backends = patched(2)
-    plan = plan_named("per_document", (8, 8), 2)
-    qkv = tuple(torch.zeros(8, 2, 4) for _ in range(3))
-    marked = cu_seqlens_of(plan, 0)
-    cu_seqlens = LOST[lost](marked)
-    found = "None" if cu_seqlens is None else r"a tensor of shape \(3,\) without one"
-    args, kwargs = arguments(
-        te_source,
-        caller,
-        backends,
-        **dict(zip(("query_layer", "key_layer", "value_layer"), qkv, strict=True)),
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        cp_group=0,
-        cp_comm_type=LayerCommType("p2p", "all_gather", 5),
-        self_training=training,
-    )
-    function = getattr(backends, FUNCTION)
-    with pytest.raises(PlanLostError, match=f"attention of layer 5: cu_seqlens_q must carry the plan .* got {found}"):
-        function(*args, **kwargs)
-    # As in a release that passes fewer arguments by position.
-    with pytest.raises(PlanLostError, match="attention of layer 5: cu_seqlens_q must carry"):
-        function(*args[:4], **dict(zip(POSITIONAL[4:], args[4:], strict=True)), **kwargs)
-    with pytest.raises(PlanLostError, match="attention of layer 5: cu_seqlens_kv must carry"):
-        function(*args[:4], marked, *args[5:], **kwargs)
-    assert home_of(backends).calls == []
-
-
-def test_a_plan_is_seen_whatever_is_passed_by_position(te_source: TeSource, patched: Any) -> None:
-    backends = patched(1)
-    plan = plan_named("per_document", (8, 8), 1)
-    qkv = tuple(torch.randn(16, 2, 4) for _ in range(3))
-    word = LayerCommType("p2p", "all_gather")
-    cu_seqlens = cu_seqlens_of(plan, 0)
-    variables = dict(zip(("query_layer", "key_layer", "value_layer"), qkv, strict=True))
-    variables |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens, "cp_group": 0, "cp_comm_type": word}
-    args, kwargs = arguments(te_source, CALLERS[0], backends, **variables)
-    function = getattr(backends, FUNCTION)
-    wanted = function(*args, **kwargs)
-    for count in (14, 4, 0):
-        named = dict(zip(POSITIONAL[count:], args[count:], strict=True))
-        assert torch.equal(function(*args[:count], **named, **kwargs), wanted)
-    assert home_of(backends).calls == []
 
 
 @pytest.mark.parametrize("caller", CALLERS)
